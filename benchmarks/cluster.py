@@ -64,8 +64,7 @@ def start_here(recipe: Recipe, module: bool) -> RoleHost:
 def start_workers(recipe: Recipe, workers: int, logs: Path) -> RoleHost:
     from agentrl.distributed.remote import RayRoles
 
-    cluster = recipe.cluster.model_copy(update={"workers": workers})
-    spread = recipe.model_copy(update={"cluster": cluster})
+    spread = recipe.changed(cluster={"workers": workers})
     return RayRoles(spread, spread, logs)
 
 

@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.chat.load import load_chat
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
@@ -33,11 +30,9 @@ from agentrl.plugins.types import Message, Reply, Session, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
+from agentrl.sft.new_model import train_tokenizer
 
 TASKS = 20  # the requests are their samples, which share the rendered prompt
-_SPLIT = (  # Qwen's
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away")
 
 
@@ -208,28 +203,13 @@ def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
     return chat, *(_generation(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # type: ignore[return-value]
 
 
-def qwen3_tokenizer() -> PreTrainedTokenizerFast:
+def qwen3_tokenizer() -> Any:
     """Return a byte-level BPE tokenizer like Qwen3's, trained on a few lines, with its template from package `trl`."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("install the test extra: the template comes from the package `trl`")
     template = Path(spec.submodule_search_locations[0], "chat_templates", "qwen3.jinja").read_text()
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([history_text(200), template, json.dumps(multiply.schema)] * 4, trainer)
-    plain = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in plain])
-    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", model_max_length=10**9
-    )
-    fast.chat_template = template
-    return fast
+    return train_tokenizer([history_text(200), template, json.dumps(multiply.schema)] * 4, 2000, template, 10**9)
 
 
 def _generation(ids: list[int]) -> Generation:

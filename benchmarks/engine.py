@@ -23,13 +23,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, StoppingCriteria, StoppingCriteriaList
+from packing import VOCABULARY, make_model
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 
-VOCAB = 832
+MODEL = {"initializer_range": 0.04, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
 @dataclass(frozen=True)
@@ -49,30 +50,20 @@ class Conversation:
         return sum(self.answers)
 
 
-def make_model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=1024, initializer_range=0.04,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
-
-
 def equal_work(rows: int) -> list[Conversation]:
     rng = np.random.default_rng(0)
-    return [Conversation(rng.integers(1, VOCAB, 50).tolist(), (64,), ()) for _ in range(rows)]
+    return [Conversation(rng.integers(1, VOCABULARY, 50).tolist(), (64,), ()) for _ in range(rows)]
 
 
 def job_work(groups: int, samples: int = 8) -> list[Conversation]:
     rng = np.random.default_rng(1)
     work = []
     for _ in range(groups):
-        prompt = rng.integers(1, VOCAB, int(rng.integers(40, 61))).tolist()
+        prompt = rng.integers(1, VOCABULARY, int(rng.integers(40, 61))).tolist()
         for _ in range(samples):
             turns = int(rng.integers(2, 5))
             answers = tuple(int(n) for n in rng.integers(8, 61, turns))
-            results = tuple(rng.integers(1, VOCAB, int(rng.integers(15, 26))).tolist() for _ in range(turns - 1))
+            results = tuple(rng.integers(1, VOCABULARY, int(rng.integers(15, 26))).tolist() for _ in range(turns - 1))
             work.append(Conversation(prompt, answers, results))
     return work
 
@@ -208,9 +199,9 @@ def main() -> None:
     for title, work in (("(a) equal lengths", equal_work(options.rows)), ("(b) the job", job_work(options.rows // 4))):
         print(f"{title}: {len(work)} conversations, {sum(c.tokens for c in work)} tokens, {options.threads} thread(s)")
         sides: dict[str, Callable[[list[Conversation]], None]] = {
-            "local": Local(make_model(), len(work)),
-            "generate": Generate(make_model()),
-            "continuous": Continuous(make_model()),
+            "local": Local(make_model(**MODEL), len(work)),
+            "generate": Generate(make_model(**MODEL)),
+            "continuous": Continuous(make_model(**MODEL)),
         }
         continuous = sides["continuous"]
         if options.only:

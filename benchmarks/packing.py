@@ -39,8 +39,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute import batch as batch_module
 from agentrl.compute.batch import Batch, prefix_trees
-from agentrl.compute.block_forward import BlockForward
-from agentrl.compute.forward import Forward, ModuleForward
+from agentrl.compute.forward import BlockForward, Forward, ModuleForward
 from agentrl.compute.packing import micro_batches
 
 VOCABULARY = 832
@@ -48,13 +47,13 @@ LENGTHS = ((48, 48), (200, 50), (400, 25))
 GROUPS = (8, 16)
 
 
-def make_model() -> Any:
-    """Return a model with random weights and the shape of the embedded model."""
+def make_model(**more: Any) -> Any:
+    """Return a model with random weights and the shape of the embedded model. more: of its configuration."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
             vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True,
+            num_key_value_heads=1, head_dim=64, max_position_embeddings=4096, tie_word_embeddings=True, **more,
         )
     ).eval()  # fmt: skip
 

@@ -1,6 +1,6 @@
 """A model of real size beside transformers: decoding, prefill, a training step and one of LoRA, in tokens per second.
 
-    python benchmarks/real_model.py [--rounds 3] [--threads 1] [--only decode] [--quick]
+    python benchmarks/real_model.py [--rounds 3] [--threads 1] [--only decode] [--compute float32] [--quick]
 
 The model has the shape of Qwen2.5-0.5B (494 million parameters, a vocabulary of 151,936) and random weights, made here.
 
@@ -15,7 +15,8 @@ train    forward, backward, clipping and AdamW on a group of 8 samples: our pack
 lora     likewise with an adapter of rank 16 on all linear layers; in bfloat16, the frozen weights are bfloat16.
 
 On one thread, times are CPU seconds of the process, else seconds of the clock; the sides take turns, and the best round
-of each counts, because other load can only slow a round down. --quick: a small shape, one round, to try the script.
+of each counts, because other load can only slow a round down. --compute float32 leaves out bfloat16, which takes hours
+on a processor without instructions for it. --quick: a small shape, one round, to try the script.
 """
 
 import argparse
@@ -171,6 +172,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=["decode", "train", "lora"], help="a part of the table")
+    parser.add_argument("--compute", choices=["bfloat16", "float32"], help="one type alone")
     parser.add_argument("--quick", action="store_true", help="a small shape and one round")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -184,15 +186,18 @@ def main() -> None:
     print(f"{options.threads} thread(s), {amx} AMX, memory read at {gigabytes:.1f} GB/s, load {load:.1f}")
     print(f"{'tokens/s':24}{'agentrl':>10}{'transformers':>14}{'ratio':>8}")
     if options.only in (None, "decode"):
-        half = make_model(shape, torch.bfloat16)
-        for rows in (1, 16, 64):
-            decode(half, rows, rounds, clock, gigabytes)
-        refresh(half, clock)
-        decode(half.float(), 16, rounds, clock, gigabytes)
+        model = make_model(shape, torch.bfloat16)
+        if options.compute != "float32":
+            for rows in (1, 16, 64):
+                decode(model, rows, rounds, clock, gigabytes)
+            refresh(model, clock)
+        if options.compute != "bfloat16":
+            decode(model.float(), 16, rounds, clock, gigabytes)
     for part in ("train", "lora"):
         if options.only in (None, part):
             for compute in (torch.bfloat16, torch.float32):
-                train(shape, part == "lora", compute, rounds, clock)
+                if options.compute in (None, str(compute).removeprefix("torch.")):
+                    train(shape, part == "lora", compute, rounds, clock)
 
 
 if __name__ == "__main__":

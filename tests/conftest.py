@@ -5,6 +5,7 @@ is `long`, and so does `pytest FILE` or `pytest FOLDER` of what it names.
 """
 
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -76,6 +77,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if tiers:
             rank[item.path] = max(rank.get(item.path, 0), *tiers)
     items.sort(key=lambda item: rank.get(item.path, len(order)))
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage go through a million objects that stay: modules, and the tests themselves."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

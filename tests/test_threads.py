@@ -110,9 +110,10 @@ def test_a_function_has_its_name_through_partials_and_contexts():
     assert name_of(partial(partial(hang), 1)) == "reward_functions.hang"
 
 
+@pytest.mark.slow
 async def test_a_reward_that_hangs_now_and_then_costs_its_own_samples_alone():
-    made, driver = driver_of(function("hang_when_told"), seconds=0.05, retries=0)
-    for _ in range(3):
+    made, driver = driver_of(function("hang_when_told"), seconds=3, retries=0)  # nobody who returns takes that long
+    for _ in range(2):
         tasks = [Task(f"{name}{i}", {"hang": name == "b"}) for i in range(8) for name in "ab"]
         groups = await roll_out(driver, tasks, 1)
         for group in groups:
@@ -176,6 +177,7 @@ def test_a_loop_ends_although_a_thread_and_a_task_hang():
     assert not free.is_set()
 
 
+@pytest.mark.slow
 async def test_a_reward_in_processes_is_scored_there_and_killed_when_it_hangs(tmp_path):
     mark = tmp_path / "mark"
     made, driver = driver_of(

@@ -36,9 +36,7 @@ async def run(options: argparse.Namespace) -> None:
         for flying in options.flying:
             n = recipe.rollout.n
             drawn = [tasks[i % len(tasks)] for i in range(max(1, options.rounds * flying // n))]
-            player.recipe = recipe.model_copy(
-                update={"rollout": recipe.rollout.model_copy(update={"concurrency": flying})}
-            )
+            player.recipe = recipe.changed(rollout={"concurrency": flying})
             began = time.perf_counter()
             groups = await player.play(drawn, n, seed=flying)
             seconds = time.perf_counter() - began

@@ -104,8 +104,7 @@ def fitting(recipe: Any) -> Any:
 
     room = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     while (plan := plan_memory(recipe)) and plan.device > FILLED * room and recipe.train.micro_batch_tokens > 2048:
-        fewer = recipe.train.model_copy(update={"micro_batch_tokens": recipe.train.micro_batch_tokens // 2})
-        recipe = recipe.model_copy(update={"train": fewer})
+        recipe = recipe.changed(train={"micro_batch_tokens": recipe.train.micro_batch_tokens // 2})
     return recipe
 
 

@@ -115,7 +115,6 @@ class TaskMeanArgs(BaseModel):
 
 def task_mean(update: Update, config: AlgorithmSection, args: TaskMeanArgs) -> Any:
     """Each task counts the same."""
-    assert update.groups is not None
     totals = np.array([update.lengths[update.groups == group].sum() for group in update.groups])
     return args.scale / (np.maximum(totals, 1) * len(set(update.groups.tolist())))
 

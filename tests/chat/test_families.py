@@ -26,19 +26,11 @@ pytestmark = pytest.mark.slow
 fast = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 
 SERVED = [
-    ("gemma4_v3", "gemma4"),
-    ("glm4moe", "glm-4.5"),
-    ("llama3_1", "llama-3"),
-    ("nemotron_3_nano", "nemotron-3"),
-    ("nemotron_3_super", "nemotron-3"),
-    ("nemotron_3_ultra", "nemotron-3-ultra"),
-    ("nemotron_3_5_lightning", "nemotron-3.5"),
-    ("qwen3", "qwen3"),
-    ("qwen3_vl", "qwen3-vl"),
-    ("qwen3_5_think", "qwen3.5"),
-    ("qwen3_6", "qwen3.6"),
-    ("qwen3_8", "qwen3.8"),
-]
+    ("gemma4_v3", "gemma4"), ("glm4moe", "glm-4.5"), ("llama3_1", "llama-3"), ("nemotron_3_nano", "nemotron-3"),
+    ("nemotron_3_super", "nemotron-3"), ("nemotron_3_ultra", "nemotron-3-ultra"),
+    ("nemotron_3_5_lightning", "nemotron-3.5"), ("qwen3", "qwen3"), ("qwen3_vl", "qwen3-vl"),
+    ("qwen3_5_think", "qwen3.5"), ("qwen3_6", "qwen3.6"), ("qwen3_8", "qwen3.8"),
+]  # fmt: skip
 BEGIN = {"gemma4_v3": "<bos>", "llama3_1": "<|begin_of_text|>"}
 
 

@@ -349,54 +349,13 @@ def test_gemma_values_round_trip(value: Any) -> None:
 PIECES = st.sampled_from(
     [
         *(form.marker for form in FORMATS),
-        *(
-            "</tool_call>",
-            "<tool_call|>",
-            "<|tool_call_end|>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-            "[ARGS]",
-            "<|end|>",
-        ),
-        *(
-            "<function=",
-            "<parameter=",
-            "</parameter>",
-            "</function>",
-            "<arg_key>",
-            "</arg_key>",
-            "<arg_value>",
-            "call:f{",
-        ),
-        *(
-            '<invoke name="f">',
-            '<parameter name="k">',
-            "</invoke>",
-            '<|"|>',
-            "to=f",
-            "<|start|>assistant",
-            "<think>",
-            "</think>",
-        ),
-        *(
-            '{"name": "f", "arguments": {',
-            '"name"',
-            "}",
-            "]",
-            "[",
-            '"',
-            ":",
-            ",",
-            "\\",
-            "\\ud800",
-            "\n",
-            "f(",
-            ")",
-            "=",
-            "-" * 50,
-        ),
+        "</tool_call>", "<tool_call|>", "<|tool_call_end|>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "[ARGS]",
+        "<|end|>", "<function=", "<parameter=", "</parameter>", "</function>", "<arg_key>", "</arg_key>", "<arg_value>",
+        "call:f{", '<invoke name="f">', '<parameter name="k">', "</invoke>", '<|"|>', "to=f", "<|start|>assistant",
+        "<think>", "</think>", '{"name": "f", "arguments": {', '"name"', "}", "]", "[", '"', ":", ",", "\\",
+        "\\ud800", "\n", "f(", ")", "=", "-" * 50,
     ]
-)
+)  # fmt: skip
 ANYTHING = st.lists(PIECES | st.text(max_size=6), max_size=25).map("".join)
 
 
@@ -477,20 +436,12 @@ def test_work_is_linear_in_the_text(form: Format) -> None:
         "<|message|>",
     ]
     pieces += [
-        form.marker,
-        form.marker + "{",
-        '<invoke name="',
-        "[TOOL_CALLS]f[ARGS]",
-        "};",
-        '<atem:function_calls><atem:invoke name="x">',
-        "<tool_call><function=f><parameter=a></tool_call>x",
-        "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>x",
-        '<tool_call>{"a": "</tool_call>',
-        '<tool_call>["</tool_call>',
-        '<|tool_call>call:f{a:<|"|><tool_call|>',
-        "<|tool_call_start|>[f(a='<|tool_call_end|>",
-        "(a='",
-    ]
+        form.marker, form.marker + "{", '<invoke name="', "[TOOL_CALLS]f[ARGS]", "};",
+        '<atem:function_calls><atem:invoke name="x">', "<tool_call><function=f><parameter=a></tool_call>x",
+        "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>x", '<tool_call>{"a": "</tool_call>',
+        '<tool_call>["</tool_call>', '<|tool_call>call:f{a:<|"|><tool_call|>',
+        "<|tool_call_start|>[f(a='<|tool_call_end|>", "(a='",
+    ]  # fmt: skip
     for piece in pieces:
         small, large = operations(form, piece * 200), operations(form, piece * 800)
         assert large < 5 * small + 1000, piece

@@ -162,7 +162,6 @@ def test_what_is_learned_while_it_is_written_is_not_in_it(
     gate.opened.set()
     checkpoints.finish()
     saved = checkpoints.latest()
-    assert saved is not None
     again = Role.of(make())
     load_roles({"actor": again}, saved.path)
     assert same(everything(again), then)
@@ -202,8 +201,6 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
         "path": "step_2",
     }
     best, latest = checkpoints.best(), Checkpoints(tmp_path, 2).latest()
-    assert best is not None
-    assert latest is not None
     assert (best.step, best.accuracy, latest.step) == (2, 0.75, 10)
     save_all(checkpoints, learned(1), {11: 0.75, 12: None, 13: None})
     assert names(tmp_path) == ["best.json", "step_11", "step_12", "step_13"]
@@ -215,7 +212,6 @@ def test_accuracies_on_two_splits_are_not_compared(tmp_path: Path) -> None:
     save_all(checkpoints, learned(1), {1: 0.75})
     save_all(checkpoints, learned(1), {2: 0.5, 3: 0.25, 4: None}, split="validation")
     best = checkpoints.best()
-    assert best is not None
     assert (best.step, best.split) == (2, "validation")
     assert names(tmp_path) == ["best.json", "step_2", "step_4"]
 
@@ -236,7 +232,6 @@ def test_what_a_killed_run_left_is_neither_seen_nor_kept(tmp_path: Path) -> None
     (tmp_path / ".step_2.old").mkdir()  # killed once the second save of step 2 was whole
     (tmp_path / "step_10").rename(tmp_path / ".step_10.old")  # killed between the two renames of a second save
     saved = checkpoints.latest()
-    assert saved is not None
     assert saved.step == 10
     save_all(checkpoints, learned(1), {12: None})
     assert names(tmp_path) == ["step_10", "step_12"]
@@ -301,7 +296,6 @@ def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(
     assert "\n" not in line
     assert names(folder) == ["step_1"]
     saved = checkpoints.latest()
-    assert saved is not None
     again = Role.of(tiny())
     load_roles({"actor": again}, saved.path)
     assert same(everything(again), then)

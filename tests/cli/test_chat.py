@@ -9,12 +9,16 @@ from pathlib import Path
 
 import pytest
 from agentrl_envs.gsm8k.environment import Gsm8k
+from PIL import Image
 
 from agentrl import Tool
 from agentrl.checkpoint.run_folder import MODEL
 from agentrl.cli import main
+from agentrl.cli.chat import _Talker
 from agentrl.cli.common import recipe_and_model
+from agentrl.cli.try_agents import Person
 from agentrl.errors import UserError
+from agentrl.images import STORE, stored
 
 EVENTS: list[str] = []
 ORDERS, SHOWN = "\x1b]0;owned\x07\x9b2J\u202e", r"\x1b]0;owned\x07\x9b2J\u202e"
@@ -92,3 +96,41 @@ def test_a_run_a_recipe_and_a_model_can_be_named(tmp_path: Path):
             recipe_and_model(wrong, [], None)
     with pytest.raises(UserError, match=r"^command line: rollout.m: unknown key"):
         recipe_and_model("tiny", ["rollout.m=3"], None)
+
+
+async def test_a_person_attaches_pictures(capsys, monkeypatch, tmp_path: Path):
+    file = tmp_path / "a red one.png"
+    Image.new("RGB", (6, 4), "red").save(file)
+    said = f"/image {file}\n/image '{file}'\n/image no.png\nWhat?\nAnd?\n/image {file}\n/new\nWho?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(said * 2))
+    talker = _Talker(Person("", print), 3)
+    for sees in (True, False):
+        talker.images = sees
+        assert await talker.begins()
+        first = await talker.listen()
+        assert await talker.listen() == "And?"
+        assert await talker.listen() is None, "what was attached is gone with the conversation"
+        assert await talker.begins()
+        assert await talker.listen() == "Who?"
+        if sees:
+            stored_first = stored({"role": "user", "content": first})["content"]
+            key = STORE.put(file)
+            assert stored_first == [*[{"type": "image", "image": key}] * 2, {"type": "text", "text": "What?"}]
+        out = re.sub(r"\s+", " ", capsys.readouterr().out)
+        assert out.count("a red one.png, 6 x 4 pixels") == (3 if sees else 0)
+        assert ("(/image: its file no.png cannot be read: No such file or directory)" in out) == sees
+        assert out.count("this model does not see") == (0 if sees else 4)
+    assert first == "What?"
+
+
+async def test_a_person_attaches_no_more_pictures_than_a_conversation_holds(capsys, monkeypatch, tmp_path: Path):
+    file = tmp_path / "a.png"
+    Image.new("RGB", (6, 4), "red").save(file)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"/image {file}\n" * 3 + "What?\n"))
+    talker = _Talker(Person("", print), 2)
+    talker.images = True
+    assert await talker.begins()
+    assert len(await talker.listen()) == 3, "two pictures and a text"
+    assert "(/image: a conversation holds 2 images (rollout.max_images))" in re.sub(
+        r"\s+", " ", capsys.readouterr().out
+    )

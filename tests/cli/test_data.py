@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from agentrl_envs.gsm8k.environment import SYSTEM_PROMPT
 from pyarrow import parquet
+from train_help import write_lines
 
 from agentrl.cli.main import BAD_USAGE, run
 from agentrl.recipe.load import load_recipe
@@ -17,7 +18,7 @@ def gsm8k(folder: Path) -> str:
         rows = [
             {"question": f"What is {n} plus {n}?", "answer": f"Twice.\n#### {2 * n:,}"} for n in range(600, 600 + size)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     return str(folder / "train.jsonl")
 
 
@@ -51,6 +52,7 @@ def test_gsm8k_becomes_the_parquet_of_multi_turn_tools(tmp_path: Path, capsys: p
     assert "####" in SYSTEM_PROMPT
 
 
+@pytest.mark.slow
 def test_generated_problems_are_written_and_trained_from(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["data", "gsm8k", "--out", str(out), "--source", "generated", "--limit", "20", "system_prompt="]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_help import refused
 from paths import ROOT
 from warm import Python
 
@@ -15,14 +16,6 @@ from agentrl.recipe.load import load_recipe
 from agentrl.sft.new_model import bare_tokenizer
 
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The one line on stderr of a command that must be refused."""
-    assert main.run(arguments) == 2
-    captured = capsys.readouterr()
-    assert re.fullmatch(r"error: [^\n]+\n", captured.err)
-    return captured.err
 
 
 MISTAKES = [
@@ -47,6 +40,8 @@ MISTAKES = [
     (["check", RECIPE, "--fast"], r"No such option.*--fast.*; see agentrl check --help"),
     (["chek"], r"No such command 'chek'.*; see agentrl --help"),
     (["train"], r"train needs a recipe"),
+    (["train", "train.steps=3"], r"train needs a recipe"),
+    (["train", "--resume", "nowhere"], r"--resume nowhere: no run there"),
     (["check", "gsm8k_tol"], r"gsm8k_tol: no such recipe file; did you mean .*gsm8k_tool"),
     (["recipes", "gsm8k_tol"], r"no recipe 'gsm8k_tol' ships with agentrl; did you mean 'gsm8k_tool'"),
     (["recipes", "--copy"], r"--copy needs a name"),
@@ -137,6 +132,14 @@ def test_check_refuses_a_model_folder_that_is_none(capsys):
     assert "model.path: ./nowhere is no folder" in refused(capsys, "check", RECIPE, "model.path=./nowhere")
 
 
+@pytest.mark.parametrize("command", ["check", "train", "eval", "chat"])
+def test_every_command_refuses_a_model_that_sees_in_an_unknown_way(capsys, command, model_folder, tmp_path):
+    (model_folder / "config.json").write_text('{"model_type": "llava", "vision_config": {"hidden_size": 8}}')
+    chosen = [str(model_folder)] if command == "chat" else [RECIPE, f"model.path={model_folder}"]
+    line = refused(capsys, command, *chosen, f"output={tmp_path / 'run'}")
+    assert "is a 'llava', which sees: of such models qwen2_vl, " in line
+
+
 @pytest.mark.parametrize(
     ("command", "rows"),
     [
@@ -168,7 +171,7 @@ def test_lists_say_what_is_installed_and_where_from(capsys, tmp_path, monkeypatc
 
 
 def test_an_empty_list_says_so(capsys, monkeypatch):
-    monkeypatch.setattr("agentrl.plugins.registry.entry_points", lambda group: ())
+    monkeypatch.setattr("agentrl.plugins.registry._installed", lambda group, folders: [])
     assert main.run(["trackers"]) == 0
     assert capsys.readouterr().out == "nothing is installed in the group agentrl.trackers\n"
 
@@ -291,6 +294,7 @@ def test_help_names_every_command(capsys):
     assert "train" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_modules_of_the_folder_can_be_named(tmp_path):
     """In a process of its own, which `main` ends."""
     (tmp_path / "beside_the_recipe.py").write_text("def tools(): ...")

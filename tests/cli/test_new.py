@@ -10,9 +10,8 @@ import venv
 from pathlib import Path
 
 import pytest
+from cli_help import refused
 from warm import Python
-
-from agentrl.cli import main
 
 QUICK = ("train.steps=1", "rollout.tasks=2", "rollout.n=4", "eval.tasks=4", "train.threads=1")
 
@@ -150,13 +149,6 @@ def test_it_trains_the_embedded_model(house, name):
 def test_it_evaluates(house):
     out = house.agentrl("eval", "doubler/recipes/doubler.yaml", "eval.tasks=4", "train.threads=1")
     assert "accuracy" in out
-
-
-def refused(capsys, *arguments: str) -> str:
-    assert main.run(arguments) == 2
-    err = capsys.readouterr().err
-    assert re.fullmatch(r"error: [^\n]+\n", err)
-    return err
 
 
 MISTAKES = [

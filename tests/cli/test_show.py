@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from agentrl.cli import main
+from agentrl.images import STORE, ImageSpan
 from agentrl.models import embedded_path
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import TrajectoriesSection
@@ -113,6 +115,21 @@ def test_a_tree_is_shown_as_one(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert said.index("-- conversation 1 of 2") < said.index("What is 2+2?") < said.index("It is [red]4[/red].")
     end = said[said.index("-- conversation 2 of 2, which leaves conversation 1 after message 2") :]
     assert end.splitlines()[1:3] == ["[user]", "another way"]
+
+
+def test_pictures_are_named_by_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "recipe.yaml").write_text("model: {path: tiny}\nenv: {name: gsm8k}\n")
+    key, lost = STORE.put(Image.new("RGB", (6, 4))), "0" * 64
+    said = {"role": "user", "content": [{"type": "image", "image": key}, {"type": "image", "image": lost}]}
+    seen = replace(sample("a", 0), messages=(said,), images=(ImageSpan(1, 2, (1, 2, 4), key),))
+    journal = Journal(TrajectoriesSection(), lambda: tmp_path / "trajectories", lambda task: "home")
+    journal.evaluation("test", 1, [Group(seen.task, (seen,))], lambda t: True)
+    lines = show(capsys, tmp_path, "--split", "test").splitlines()
+    assert lines[2] == f"(image of 6 x 4 pixels: {tmp_path / 'images' / key}.png)"
+    assert lines[3] == f"(image whose file is gone: {tmp_path / 'images' / lost}.png)"
+    tokens = show(capsys, tmp_path, "--split", "test", "--tokens").splitlines()
+    assert tokens[2].endswith(f"[image {key[:12]}: 2 tokens]")
 
 
 def test_tokens_are_shown_by_what_they_were(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from cli_help import refused
 from paths import ROOT
+from PIL import Image
 
 from agentrl import Environment, Reply, Task, Tool, ToolResponse, ToolSource, tool
 from agentrl.cli import main
@@ -17,6 +19,7 @@ from agentrl.cli import main
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 EVENTS: list[str] = []
 QUESTION = "Leo gets 12 pears"
+RED = Image.new("RGB", (6, 4), (255, 0, 0))
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +32,6 @@ def said(capsys, *arguments: str, code: int = 0) -> str:
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
-
-
-def refused(capsys, *arguments: str) -> str:
-    assert main.run(["try", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert re.fullmatch(r"error: [^\n]+\n", err)
-    return err
 
 
 class Noted(Tool):
@@ -59,7 +55,7 @@ class Noted(Tool):
             raise RuntimeError("out of paper")
         if word == "end":
             return ToolResponse("the end", done=True)
-        picture = (b"\x89PNG 1234",) if word == "picture" else ()
+        picture = (RED, b"\x89PNG 1234") if word == "picture" else ()
         return ToolResponse(
             f"{self.greeting} {word} " * self.times, picture, reward=0.5, metrics={"state": session.state}
         )
@@ -168,8 +164,9 @@ def test_a_tool_may_end_the_episode(capsys):
 def test_images_are_written_to_files(capsys, tmp_path):
     out = said(capsys, NOTED, '{"word": "picture"}', "--images", str(tmp_path / "new"))
     file = tmp_path / "new" / "image-1.png"
-    assert f"(image: {file})" in out
-    assert file.read_bytes() == b"\x89PNG 1234"
+    assert f"(image of 6 x 4 pixels: {file})" in out
+    assert Image.open(file).getpixel((5, 3)) == (255, 0, 0)
+    assert "(image that cannot be shown: it is no image that can be read)" in out
 
 
 def test_without_a_call_a_tool_is_described(capsys):
@@ -182,8 +179,8 @@ def test_a_source_lists_its_tools_and_one_is_chosen(capsys):
     out = said(capsys, f"{__name__}:Many")
     assert re.search(r"^one \{x: integer\}\n  The first.\nnoted ", out, re.M)
     assert "\n8\n" in said(capsys, f"{__name__}:Many", "--tool", "one", '{"x": 7}')
-    assert "choose one by --tool: one, noted" in refused(capsys, f"{__name__}:Many", '{"x": 7}')
-    assert "does not offer it; did you mean 'one'" in refused(capsys, f"{__name__}:Many", "--tool", "on")
+    assert "choose one by --tool: one, noted" in refused(capsys, "try", f"{__name__}:Many", '{"x": 7}')
+    assert "does not offer it; did you mean 'one'" in refused(capsys, "try", f"{__name__}:Many", "--tool", "on")
 
 
 def write(tmp_path, text: str, name: str = "replies.txt") -> str:
@@ -349,6 +346,7 @@ def test_a_person_may_leave(capsys, monkeypatch):
     assert EVENTS == ["create", "release", "close"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_mid_game_releases_and_ends_at_once():
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from agentrl.cli.main import main; main()"
     arguments = [sys.executable, "-u", "-c", code, "try", f"{Path(__file__).stem}:Talk"]
@@ -404,7 +402,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(a).replace(RECIPE, "R") for a, _ in MISTAKES])
 def test_a_mistake_is_one_line(capsys, arguments, words):
-    assert re.search(words, refused(capsys, *arguments))
+    assert re.search(words, refused(capsys, "try", *arguments))
 
 
 BAD_FILES = [
@@ -419,9 +417,9 @@ BAD_FILES = [
 
 @pytest.mark.parametrize(("name", "content", "words"), BAD_FILES)
 def test_a_bad_file_of_replies_is_named_with_its_line(capsys, tmp_path, name, content, words):
-    assert re.search(words, refused(capsys, "gsm8k", "--replies", write(tmp_path, content, name)))
+    assert re.search(words, refused(capsys, "try", "gsm8k", "--replies", write(tmp_path, content, name)))
 
 
 def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
     (tmp_path / "r.txt").write_bytes(b"\xff\xfe")
-    assert "not a text file in UTF-8" in refused(capsys, "gsm8k", "--replies", str(tmp_path / "r.txt"))
+    assert "not a text file in UTF-8" in refused(capsys, "try", "gsm8k", "--replies", str(tmp_path / "r.txt"))

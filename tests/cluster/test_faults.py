@@ -149,7 +149,7 @@ CONTROLLER = """
         print(session.folder, *(process.pid for process in group.workers), flush=True)
         while len(asked) < 2:
             time.sleep(0.05)
-        assert [about["rank_info"].rank for about in group.about()] == [0, 1]
+        assert [about["place"][0] for about in group.about()] == [0, 1]
         print("whole", asked, flush=True)
         time.sleep(1000)
 """
@@ -173,7 +173,6 @@ def controller(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def begun(controller: "subprocess.Popen[str]") -> tuple[Path, list[int]]:
     """Ray's folder and all processes of a run, once its workers are there."""
-    assert controller.stdout is not None
     folder, *workers = controller.stdout.readline().split()
     processes = [process.pid for process in descendants(controller.pid)]
     assert {int(pid) for pid in workers} <= set(processes)
@@ -189,14 +188,12 @@ def test_signals_to_the_process_group_leave_the_workers_alone_and_a_kill_leaves_
     shared = set(os.listdir("/dev/shm"))
     for number in (signal.SIGINT, signal.SIGTERM):
         os.killpg(controller.pid, number)
-    assert controller.stdout is not None
     assert controller.stdout.readline().startswith("whole [")  # after a call to the workers
     assert all(map(alive, processes))
     controller.kill()
     assert gone(processes)
     until(lambda: not folder.exists())
     assert {name for name in set(os.listdir("/dev/shm")) - shared if "plasma" in name} == set()
-    assert controller.stderr is not None
     assert controller.stderr.read() == ""
 
 

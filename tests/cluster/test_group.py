@@ -50,9 +50,7 @@ def test_workers_know_their_place(group: WorkerGroup) -> None:
     ]
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in told}) == 1
     about = group.about()
-    assert [(one["rank_info"].rank, one["rank_info"].world_size, one["rank_info"].node) for one in about] == [
-        (rank, 3, told[0]["MASTER_ADDR"]) for rank in range(3)
-    ]
+    assert [one["place"] for one in about] == [(rank, 3, told[0]["MASTER_ADDR"]) for rank in range(3)]
     assert [one["pid"] for one in about] == [process.pid for process in group.workers]
     assert {one["folder"] for one in about} == {os.getcwd()}
     assert {one["said"] for one in about} == {("told",)}

@@ -58,7 +58,6 @@ def test_no_predictions_give_gradients_of_nothing() -> None:
     logprobs, entropy = token_logprobs(hidden[:0], head, None, target[:0], 1.0)
     (logprobs.sum() + entropy.sum()).backward()
     for leaf in (hidden, head):
-        assert leaf.grad is not None
         assert not leaf.grad.any()
 
 
@@ -156,7 +155,6 @@ def test_the_gradient_of_a_large_head_adds_up_in_float32(monkeypatch: pytest.Mon
     head = torch.zeros(2, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([1.0, *[2.0**-10] * 64])
     (token_logprobs(hidden, head, None, torch.zeros(65, dtype=torch.long), 1.0)[0] * weight).sum().backward()
-    assert head.grad is not None
     assert torch.equal(head.grad[0], torch.full((8,), 0.53125, dtype=torch.bfloat16))
 
 

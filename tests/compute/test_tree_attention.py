@@ -185,7 +185,6 @@ def test_the_trial_inside_a_layer_that_is_computed_again(untried: None) -> None:
         return row.attend(q * 2, k, v, 0.3)
 
     torch.utils.checkpoint.checkpoint(layer, query, key, value, use_reentrant=False).sum().backward()
-    assert query.grad is not None
     assert np.isfinite(query.grad.float().numpy()).all()
 
 

@@ -9,9 +9,9 @@ from chat_help import CALCULATOR, DIFFICULT, HERMES, SENTENCES, make_tokenizer, 
 from fakes import TASK, CharChat, Echo
 
 from agentrl import Environment, Message, Session, Task, UserError
-from agentrl.chat.base import Measuring
+from agentrl.chat.base import Measuring, Seeing
 from agentrl.chat.load import load_chat
-from agentrl.data.prompts import AT_ONCE, PromptLengths, measure_prompts
+from agentrl.data.prompts import AT_ONCE, PromptLengths, measure_prompts, unseen
 
 
 class Plain(Environment):
@@ -139,3 +139,27 @@ def test_counts_are_said() -> None:
     assert line == "2 of 3 training prompts are longer than the 4 tokens that fit (longest: 9): left out"
     with pytest.raises(UserError, match="none is left"):
         PromptLengths((5, 9), 4).report("training")
+
+
+@pytest.mark.parametrize(("raised", "words"), [(ValueError("no file"), "no file"), (SystemExit(7), "SystemExit")])
+def test_images_that_an_environment_cannot_give_are_one_line(raised: BaseException, words: str) -> None:
+    class Leaving(Environment):
+        name = "leaving"
+
+        async def create(self, session: Session, **_: Any) -> Sequence[Message]:
+            return [{"role": "user", "content": "look"}]
+
+        def images(self, task: Task) -> Sequence[Any]:
+            raise raised
+
+        async def calc_reward(self, session: Session, **_: Any) -> float:
+            return 0.0
+
+        def tasks(self, split: str) -> Sequence[Task]:
+            return [TASK]
+
+    class Sees(Seeing, CharChat):
+        pass
+
+    with pytest.raises(UserError, match=rf"images\('{TASK.id}'\) failed: .*{words}"):
+        unseen(Leaving(), Sees(), TASK)

@@ -130,10 +130,11 @@ def test_several_files_a_glob_and_a_sibling(tmp_path: Path) -> None:
 
 
 def test_a_tenth_is_held_out_by_its_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = str(write(tmp_path / "mine.jsonl", ROWS * 10))
+    path = str(write(tmp_path / "latest.jsonl", ROWS * 10))  # which is no test file
     source = open_source(path, key=lambda row, where: row["prompt"])
     test, train = source.rows("test"), source.rows("train")
     assert len(test) + len(train) == 400
+    assert 15 < len(test) < 80
     assert not {row["prompt"] for row in test} & {row["prompt"] for row in train}
     assert f"{len(test)} of its 400 rows are held out (seed 0)" in caplog.text
     assert test.where(0) == f"{path}, line {test.number(0) + 1}"
@@ -225,8 +226,9 @@ def test_a_file_of_another_type_and_an_empty_folder(tmp_path: Path) -> None:
         open_source(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "workers"), [("a.jsonl", 1), ("a.parquet", 1), pytest.param("a.parquet", 2, marks=pytest.mark.slow)]
+)
 def test_map_and_filter(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, workers: int) -> None:
     path = write(tmp_path / name)
     source = open_source(None, splits={"train": str(path)}, change=Change(SHOUT, EVEN, workers))

@@ -10,16 +10,21 @@ import torch
 import torch.distributed as dist
 from sharded_help import FOLDERS, ROW, SCENARIOS, apart, make_folders, whole
 from torch import Tensor
+from vision_help import groups
 
+from agentrl.checkpoint.checkpoints import save_model
+from agentrl.compute.batch import Batch
+from agentrl.compute.classifier import RewardModel, scoring_batch
 from agentrl.compute.forward import SequenceForward
-from agentrl.compute.packing import Packed
+from agentrl.compute.packing import Packed, micro_batches
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ModuleValues
 from agentrl.distributed.fsdp import build
-from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference
+from agentrl.distributed.fsdp.build import build_critic, build_policy, build_reference, build_reward_model
 from agentrl.distributed.fsdp.mesh import ParallelContext, make_context
 from agentrl.errors import UserError
-from agentrl.models.load import load_model
-from agentrl.recipe.schema import ClusterSection
+from agentrl.images import keyed
+from agentrl.models.load import load_model, load_scorer
+from agentrl.recipe.schema import ClusterSection, ModelSection
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -72,6 +77,29 @@ def test_values_of_the_wrong_tokens_are_found_although_a_new_critic_gives_all_of
     assert build_critic(recipe, context).description.startswith("module with shared-prefix attention")
     monkeypatch.setattr(build, "ModuleValues", Reversed)
     assert re.match(r"one sequence at a time \(no .*: it differs by", build_critic(recipe, context).description)
+
+
+def test_a_reward_model_sees_what_the_plain_one_does(context: ParallelContext, root: Path, tmp_path: Path) -> None:
+    save_model(*load_scorer(ModelSection(path=str(root / "seeing"), device="cpu")), tmp_path)
+    recipe = SCENARIOS["seeing, critic"].recipe(root)
+    recipe = recipe.model_copy(update={"rewards": recipe.rewards.model_copy(update={"model": str(tmp_path)})})
+    built, plain = build_reward_model(recipe, context), RewardModel(recipe)
+    shown = [t for group in groups(plain.model) for t in group.trajectories]
+    batch = scoring_batch([keyed(t.ids, t.images) for t in shown], [0] * len(shown))
+    sharded = RewardModel(recipe, built.forward)
+    assert built.description.startswith("packed, prompts shared")
+    assert abs(sharded.scores(batch) - plain.scores(batch)).max() < 1e-5
+
+
+def test_mixed_precision_stays_near_float32_where_a_model_sees(context: ParallelContext, root: Path) -> None:
+    recipe = SCENARIOS["seeing, critic"].recipe(root)
+    mixed = recipe.model_copy(update={"model": recipe.model.model_copy(update={"compute": "bfloat16"})})
+    exact, near = build_policy(recipe, context), build_policy(mixed, context)
+    (packed,) = micro_batches(Batch.from_groups(groups(exact.model)), 100_000)
+    wanted, found = (built.forward(packed, 1.0)[0] for built in (exact, near))
+    assert float((wanted - found).detach().abs().mean()) < 0.1
+    found.sum().backward()
+    assert all(p.grad is not None for p in near.model.model.visual.blocks.parameters())
 
 
 @pytest.mark.parametrize("key", ["shard", "sequence_parallel"])

@@ -10,7 +10,9 @@ import torch
 from cluster_train_help import UNEVEN, on_cluster, save_tiny, two_workers
 from learner_help import make_groups
 from lora_help import merged_state
+from safetensors import safe_open
 from train_help import steady
+from vision_help import groups, save_seeing
 
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.cluster.errors import ClusterError
@@ -18,6 +20,7 @@ from agentrl.cluster.group import WorkerGroup
 from agentrl.compute.batch import Batch
 from agentrl.distributed.remote import RayRoles, RemoteWeights
 from agentrl.errors import UserError
+from agentrl.images import FOLDER, STORE
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import policy_metrics
 from agentrl.learner.roles import LocalRoles, RoleHost
@@ -217,6 +220,31 @@ def test_teachers_teach_alike(form: str, workers: WorkerGroup, tiny: Path, tmp_p
     assert ours[1]["distill/kl"] > 0
     with on_cluster(recipe, tmp_path, workers) as role_host:
         same_rows(ours, learn(recipe, role_host, range(2)), 1e-4)
+
+
+def test_a_model_that_sees_learns_alike_and_goes_on_in_one_process(workers: WorkerGroup, tmp_path: Path) -> None:
+    """Workers find the pictures in the run's folder, and name their weights as the model's files do."""
+    recipe = job(save_seeing(tmp_path / "seeing"), train={"micro_batch_tokens": 60}, algorithm={"kl_coef": 0.1})
+    model = load_model(recipe.model)[0]
+    steps = [groups(model, seed) for seed in range(3)]
+    ours = Learner(recipe, LocalRoles(recipe, model))
+    rows = [ours.learn(step) for step in steps]
+    STORE.copy(
+        (span.hash for step in steps for g in step for t in g.trajectories for span in t.images), tmp_path / FOLDER
+    )
+    with on_cluster(recipe, tmp_path / "logs", workers) as role_host:
+        there = Learner(recipe, role_host)
+        same_rows(rows[:2], [there.learn(step) for step in steps[:2]], 1e-4)
+        names = [name for name, _ in role_host.weights()]
+        saved = Checkpoints(tmp_path, 1).save(2, role_host.save, {})
+    with safe_open(tmp_path / "seeing" / "model.safetensors", "pt") as files:
+        assert sorted(names) == sorted(files.keys())
+    again = LocalRoles(recipe, load_model(recipe.model.model_copy(update={"path": str(saved.path)}))[0])
+    again.load(saved.path)
+    learner = Learner(recipe, again)
+    learner.steps = 2
+    same_rows(rows[2:], [learner.learn(steps[2])], 1e-4)
+    same_weights(model.state_dict(), again.model.state_dict(), 1e-4)
 
 
 def test_streams_of_tokens_are_learned_alike(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from agentrl.models.load import load_model
 from agentrl.recipe.schema import ClusterSection, LoraSection, ModelSection
 
 EXACT = ("tied", "untied", "adapter", "critic", "copies", "offload", "checkpointing", "window", "sequences", "forks")
+SEEING = tuple(name for name in SCENARIOS if SCENARIOS[name].sees)
 NARROW_LOSS, NARROW_WEIGHTS = 0.01, 0.01
 MIXED_LOSS, MIXED_WEIGHTS = 0.01, 0.01
 """nats, and units of weights that are about 0.2"""
@@ -49,10 +50,10 @@ def pair(root: Path) -> list[dict[str, Any]]:
 
 def trained_alone(name: str, root: Path) -> dict[str, Any]:
     scenario = SCENARIOS[name]
-    return train_here(scenario.recipe(root, alone=True), scenario.steps, scenario.forks)
+    return train_here(scenario.recipe(root, alone=True), scenario.steps, scenario.groups())
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [*EXACT, *SEEING])
 def test_two_ranks_train_like_one_process(name: str, pair: list[dict[str, Any]], root: Path) -> None:
     found, wanted = pair[0][name], trained_alone(name, root)
     assert np.abs(curve(found) - curve(wanted)).max() < 1e-4
@@ -81,7 +82,7 @@ def test_mixed_precision_stays_near_float32(name: str, pair: list[dict[str, Any]
     """Weights, gradients and what the optimizer keeps stay float32, on two ranks and in one process."""
     exact = trained_alone(name, root)
     recipe = SCENARIOS[name].recipe(root).model_copy(update={"cluster": ClusterSection()})
-    alone = train_here(recipe, SCENARIOS[name].steps)
+    alone = train_here(recipe, SCENARIOS[name].steps, SCENARIOS[name].groups())
     for found in (pair[0][name], alone):
         assert {w.dtype for w in [*found["weights"].values(), *found["state"].values()]} == {torch.float32}
         assert 0 < np.abs(curve(found) - curve(exact)).max() < MIXED_LOSS

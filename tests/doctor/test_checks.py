@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,20 +15,23 @@ import numpy as np
 import pytest
 import torch
 from agentrl_tools.calculator import Calculator
+from PIL.Image import Transpose
 from train_help import small
 
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.roles import save_roles
 from agentrl.compute import tree_attention
-from agentrl.compute.block_forward import BlockForward
+from agentrl.compute.forward import BlockForward
 from agentrl.doctor import computing, machine, running, sampling
 from agentrl.doctor.check import Check, CheckError, Finding, NotHereError, Status, perform
 from agentrl.doctor.checks import CHECKS
 from agentrl.doctor.subject import Subject
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError
+from agentrl.images import STORE
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model
+from agentrl.models.vision import Vision
 from agentrl.recipe.schema import Recipe
 
 BY_NAME = {check.name: check for check in CHECKS}
@@ -207,7 +211,17 @@ FAULTS: list[tuple[str, Fault, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plant", "line", "remedy"), FAULTS, ids=[f"{n}-{p.__name__}" for n, p, *_ in FAULTS])
+LONG = ("lora", "engine", "weights", "sleep", "transports")
+"""Checks that start an engine more than once, or wait for one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "line", "remedy"),
+    [
+        pytest.param(*fault, id=f"{fault[0]}-{fault[1].__name__}", marks=[pytest.mark.slow] * (fault[0] in LONG))
+        for fault in FAULTS
+    ],
+)
 def test_a_planted_fault_is_found(
     name: str, plant: Fault, line: str, remedy: str, subject: Subject, monkeypatch: Patch, tmp_path: Path
 ) -> None:
@@ -217,6 +231,49 @@ def test_a_planted_fault_is_found(
     assert remedy in found.remedy
     with pytest.raises(AssertionError, match=line):
         raise AssertionError(found.figure)
+
+
+@pytest.fixture
+def seeing(subject: Subject) -> Subject:
+    """Of a model that sees."""
+    subject.recipe = Recipe.model_validate({"model": {"path": "tiny_vision"}, "env": {"name": "vision_game"}})
+    return subject
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["engine", "parity", "weights", "transports"])
+def test_a_model_that_sees_is_shown_a_picture(name: str, seeing: Subject) -> None:
+    found = finding(name, seeing)
+    assert found.status is Status.OK, found
+    assert min(sampling.prompt_of(seeing)) < 0
+    if name == "parity":
+        assert re.search(r"about a picture, which upside down would change them by 0\.\d", found.figure)
+
+
+def test_the_features_of_another_picture_are_noticed(seeing: Subject, monkeypatch: Patch) -> None:
+    right = Vision._encode
+
+    def turned(self: Any, keys: Any) -> Any:
+        images = [STORE.load(STORE.of_key(key)).transpose(Transpose.FLIP_TOP_BOTTOM) for key in keys]
+        return right(self, [STORE.put(image) for image in images] if self._keep else keys)  # the engine alone keeps
+
+    monkeypatch.setattr(Vision, "_encode", turned)
+    found = finding("parity", seeing)
+    assert found.status is Status.FAILED
+    assert found.figure.startswith("engine and trainer differ: ")
+
+
+@pytest.mark.slow
+def test_a_picture_that_neither_sees_is_noticed(seeing: Subject, monkeypatch: Patch) -> None:
+    right = Vision._encode
+
+    def blind(self: Any, keys: Any) -> Any:
+        return [(0 * made, tuple(0 * layer for layer in deep)) for made, deep in right(self, keys)]
+
+    monkeypatch.setattr(Vision, "_encode", blind)
+    found = finding("parity", seeing)
+    assert found.status is Status.FAILED
+    assert found.figure == "engine and trainer do not see the picture: upside down it changes no log-prob"
 
 
 def program(path: Path, text: str) -> None:
@@ -302,6 +359,7 @@ class Apart:
     def close(self) -> None: ...
 
 
+@pytest.mark.slow
 def test_workers_that_compute_something_else_are_found(subject: Subject, monkeypatch: Patch) -> None:
     monkeypatch.setattr(running, "RayRoles", Apart)
     found = finding("workers", subject)

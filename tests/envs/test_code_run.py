@@ -1,11 +1,10 @@
 """The recipe of `code`, short: a warm start, then training and evaluation with the interpreter and the hidden tests."""
 
-import io
 from pathlib import Path
 
 import pytest
+from cli_help import quiet
 from paths import RECIPES
-from rich.console import Console
 from train_help import metrics, records
 
 import agentrl
@@ -24,7 +23,7 @@ SHORT = [
 @pytest.mark.usefixtures("bubblewrap")
 def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
     warm = load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'sft'}"])
-    made = sft(warm, str(tmp_path / "coder"), console=Console(file=io.StringIO()))
+    made = sft(warm, str(tmp_path / "coder"), console=quiet())
     assert made.steps == 3
     result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"model.path={made.folder}", f"output={tmp_path / 'run'}"]))
     assert set(result.after) == {"test"}

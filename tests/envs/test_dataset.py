@@ -1,22 +1,44 @@
 """The environment `dataset`: people's rows become tasks, a matching answer is paid, and a bad row is named."""
 
+import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
+from threading import Thread
 from typing import Any
 
 import pytest
 from agentrl_envs.dataset.environment import Dataset
+from datasets import Dataset as Hub
+from datasets import Features, Image, List, Value
 from fakes import CharChat, ScriptedEngine, call
+from vision_help import picture
 
 from agentrl import Message, Session, Task, ToolKwargs, UserError
 from agentrl.data.files import write_parquet
+from agentrl.images import STORE, ImageError
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
+
+
+@contextmanager
+def serving(handler: Any) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
 
 VERL = {
     "data_source": "openai/gsm8k",
@@ -113,22 +135,108 @@ async def test_kwargs_reach_the_hooks_of_the_tool(tmp_path: Path) -> None:
     assert groups[0].trajectories[0].rewards == {"answer": 1.0, "calc_gsm8k_reward": 1.0}
 
 
+def png(seed: int = 1, size: int = 32) -> bytes:
+    buffer = io.BytesIO()
+    picture(seed, size, size).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
 async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
     row = {"prompt": "<image>Which of <image> and this? <video>", "images": ["a.png", {"bytes": None, "path": "b.png"}]}
     env, task = one(tmp_path, row, reward="none")
     assert (await opening(env, task))[0]["content"] == [
-        {"type": "image", "image": "a.png"},
+        {"type": "image", "image": str(tmp_path / "a.png")},
         {"type": "text", "text": "Which of "},
-        {"type": "image", "image": "b.png"},
+        {"type": "image", "image": str(tmp_path / "b.png")},
         {"type": "text", "text": " and this? <video>"},
     ]
     assert task.data["question"] == "Which of  and this? <video>"
     env, task = one(tmp_path, {"prompt": "write an <image> tag"}, reward="none")
     assert (await opening(env, task))[0]["content"] == "write an <image> tag"
-    with pytest.raises(UserError, match="line 1: has 2 images, and the prompt has 1 <image> tags"):
+    with pytest.raises(UserError, match="line 1: has 2 images in field 'images', and its messages have 1 <image> tag "):
         one(tmp_path, {**row, "prompt": "one <image>"}, reward="none")
-    with pytest.raises(UserError, match="has 2 images, and the prompt has 3 <image> tags"):
+    with pytest.raises(UserError, match="has 2 images in field 'images', and its messages have 3 <image> tags"):
         one(tmp_path, {**row, "prompt": "<image><image><image>"}, reward="none")
+    with pytest.raises(UserError, match="line 1: its prompt shows a video"):
+        one(tmp_path, {**row, "videos": ["a.mp4"]}, reward="none")
+
+
+def held(value: Any, **part: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [{"type": "image", **part}, {"type": "text", "text": value}]}]
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+@pytest.mark.parametrize(
+    ("row", "args", "source"),
+    [
+        ({"prompt": "<image>?", "images": ["in/a.png"]}, {}, "in/a.png"),
+        ({"prompt": "<image>?", "picture": "a.png"}, {"images": "picture", "image_folder": "in"}, "in/a.png"),
+        ({"prompt": "<image>?", "images": {"bytes": None, "path": "file://a.png"}}, {}, "a.png"),
+        ({"prompt": [{"role": "user", "content": "<image>?"}], "images": [{"path": "in/a.png"}]}, {}, "in/a.png"),
+        ({"prompt": held("?"), "images": ["in/a.png"]}, {}, "in/a.png"),
+        ({"prompt": held("?", path="in/a.png")}, {}, "in/a.png"),
+        ({"prompt": held("?", image_url={"url": "data:image/png;base64,AA"})}, {}, "data:image/png;base64,AA"),
+        ({"prompt": held("<image>", image="in/a.png")}, {}, "in/a.png"),
+    ],
+)
+async def test_images_come_in_the_forms_that_people_have(
+    tmp_path: Path, name: str, row: dict[str, Any], args: dict[str, Any], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").mkdir()
+    env, task = one(tmp_path, row, name, reward="none", **args)
+    first, second = (await opening(env, task))[0]["content"]
+    folder = Path(args["image_folder"]).parent if args else tmp_path
+    assert first == {"type": "image", "image": source if source.startswith("data:") else str(folder / source)}
+    assert second["type"] == "text"
+
+
+async def test_the_form_of_geometry3k(tmp_path: Path) -> None:
+    """As the hub has it, a column of the type Image, and as verl's script makes it; a broken one is not decoded."""
+    columns = {"problem": ["<image>Find x.", "<image>Find y."], "answer": ["3", "4"]}
+    given = [[{"bytes": png(), "path": None}], [{"bytes": b"broken", "path": None}]]
+    kinds = Features({"images": List(Image()), "problem": Value("string"), "answer": Value("string")})
+    Hub.from_dict({"images": given, **columns}, features=kinds).to_parquet(tmp_path / "train.parquet")
+    env = Dataset(splits={"train": str(tmp_path / "train.parquet")}, prompt="problem")
+    tasks = env.tasks("train")
+    assert [task.data["ground_truth"] for task in tasks] == ["3", "4"]
+    (message,) = await opening(env, tasks[0])
+    assert message["content"] == [{"type": "image", "image": png()}, {"type": "text", "text": "Find x."}]
+    assert (await opening(env, tasks[1]))[0]["content"][0] == {"type": "image", "image": b"broken"}
+    verl = {**VERL, "prompt": [{"role": "user", "content": "<image>Find x."}], "images": [{"bytes": png()}]}
+    env, task = one(tmp_path, verl, "verl.parquet")
+    assert (await opening(env, task))[0]["content"][0] == {"type": "image", "image": png()}
+
+
+async def test_addresses_are_fetched_where_the_recipe_allows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.png").write_bytes(png())
+    (tmp_path / "huge").write_bytes(b"\0" * (STORE.limits.bytes + 1))
+    asked: list[str] = []
+
+    class Files(SimpleHTTPRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            asked.append(self.path)
+
+    with serving(partial(Files, directory=str(tmp_path))) as address:
+        row = {"prompt": "<image>?", "images": [f"{address}/a.png"]}
+        with pytest.raises(UserError, match=r"line 1: an image is an address, .*: set image_urls to public"):
+            one(tmp_path, row, reward="none")
+        env, task = one(tmp_path, row, reward="none", image_urls="any")
+        for _ in range(2):
+            assert Path((await opening(env, task))[0]["content"][0]["image"]).read_bytes() == png()
+        assert asked == ["/a.png"], "it is kept"
+        for url, how, why in (
+            (f"{address}/b.png", "public", "is not a public address"),
+            (f"{address}/none.png", "any", "404"),
+            (f"{address}/huge", "any", "more than 20,000,000 bytes"),
+        ):
+            env, task = one(tmp_path, {"prompt": "<image>?", "images": url}, reward="none", image_urls=how)
+            with pytest.raises(ImageError, match=why):
+                await opening(env, task)
+    assert "/b.png" not in asked
 
 
 @pytest.mark.parametrize(

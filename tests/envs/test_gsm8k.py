@@ -1,7 +1,6 @@
 """The environment `gsm8k`: its sources, what is held out, what is asked and what is paid."""
 
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -34,25 +33,11 @@ def _session(task: object, *said: str) -> Session:
     return Session("s", task, Random(0), 1e9, messages)
 
 
-def test_generated_tasks_are_lazy_and_stable() -> None:
-    env = Gsm8k()
-    assert env.splits == ("test", "phrasing", "large", "validation")
-    train = env.tasks("train")
-    assert len(train) == 50_000
-    assert train[7] == Gsm8k().tasks("train")[7]
-    assert train[-1] == train[len(train) - 1]
-    assert [t.id for t in train[3:5]] == ["train-3", "train-4"]
-    with pytest.raises(IndexError):
-        train[len(train)]
-    assert Gsm8k(seed=1).tasks("train")[0] != train[0]
-    assert Gsm8k(seed=1).tasks("test")[0] == env.tasks("test")[0]
-    assert train[0].tools_kwargs["calc_gsm8k_reward"].create_kwargs == {"ground_truth": train[0].data["answer"]}
-
-
 async def test_what_is_asked_and_paid() -> None:
     env = Gsm8k()
     task = env.tasks("train")[0]
     assert await env.create(_session(task)) == [{"role": "user", "content": task.data["question"]}]
+    assert task.tools_kwargs["calc_gsm8k_reward"].create_kwargs == {"ground_truth": task.data["answer"]}
     right = await env.calc_reward(_session(task, "#### 1000001", f"#### {task.data['answer']}"))
     wrong = await env.calc_reward(_session(task, f"#### {task.data['answer']}", "#### 1000001"))
     assert (right, wrong) == ({"answer": 1.0}, {"answer": 0.0})
@@ -77,23 +62,10 @@ async def test_a_file_with_its_test_file_beside_it(tmp_path: Path, suffix: str) 
     ]
 
 
-def test_a_test_file_is_all_test(tmp_path: Path) -> None:
-    env = Gsm8k(str(_write(tmp_path / "test.jsonl", 3)))
-    assert len(env.tasks("test")) == 3
-    with pytest.raises(UserError, match="nothing to train on"):
-        env.tasks("train")
-    _write(tmp_path / "train.jsonl", 4)
-    assert len(Gsm8k(str(tmp_path / "test.jsonl")).tasks("train")) == 4
-    assert len(Gsm8k(str(_write(tmp_path / "latest.jsonl", 100))).tasks("train")) > 50
-
-
-def test_a_lone_file_holds_a_seeded_tenth_out_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lone_file_holds_a_seeded_tenth_out(tmp_path: Path) -> None:
     path = str(_write(tmp_path / "mine.jsonl", 400))
-    with caplog.at_level(logging.WARNING):
-        env = Gsm8k(path)
-        held_out = {t.data["question"] for t in env.tasks("test")}
-    assert f"{len(held_out)} of its 400 rows are held out" in caplog.text
-    assert 15 < len(held_out) < 80
+    env = Gsm8k(path)
+    held_out = {t.data["question"] for t in env.tasks("test")}
     train = {t.data["question"] for t in env.tasks("train")}
     assert not train & held_out
     assert len(train | held_out) == 400
@@ -108,8 +80,6 @@ def test_a_lone_file_holds_a_seeded_tenth_out_and_says_so(tmp_path: Path, caplog
         ('{"question": "", "answer": "#### 5"}', "line 2, field 'question': expected text, got ''"),
         ('{"question": "How many?", "answer": 5}', "line 2, field 'answer': expected text, got 5"),
         ('{"question": "How many?", "answer": "#### many"}', "line 2, field 'answer': no answer in"),
-        ('["How many?"]', "line 2: is not an object"),
-        ('{"question": ', "line 2: is not JSON"),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -119,7 +89,7 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
         Gsm8k(str(path)).tasks("train")
 
 
-def test_a_bad_parquet_row_and_a_broken_file(tmp_path: Path) -> None:
+def test_a_bad_parquet_row(tmp_path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -127,27 +97,6 @@ def test_a_bad_parquet_row_and_a_broken_file(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows_), tmp_path / "train.parquet")
     with pytest.raises(UserError, match="row 2, field 'question': expected text, got None"):
         Gsm8k(str(tmp_path / "train.parquet")).tasks("train")
-    (tmp_path / "broken.parquet").write_text("no parquet")
-    with pytest.raises(UserError, match="cannot be read as parquet"):
-        Gsm8k(str(tmp_path / "broken.parquet")).tasks("train")
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(UserError, match="contains no row"):
-        Gsm8k(str(tmp_path / "empty.jsonl")).tasks("train")
-    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe{}")
-    with pytest.raises(UserError, match="not UTF-8"):
-        Gsm8k(str(tmp_path / "bytes.jsonl")).tasks("train")
-
-
-@pytest.mark.parametrize("source", ["/none/train.jsonl", "none.parquet", "a/b/c", "two words"])
-def test_a_source_that_is_nothing(source: str) -> None:
-    with pytest.raises(UserError, match="there is no file"):
-        Gsm8k(source)
-
-
-def test_a_file_of_another_type(tmp_path: Path) -> None:
-    (tmp_path / "train.csv").write_text("question,answer\n")
-    with pytest.raises(UserError, match=r"expected a \.jsonl or .parquet file"):
-        Gsm8k(str(tmp_path / "train.csv"))
 
 
 def test_a_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,27 +106,19 @@ def test_a_hub_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def load(name: str, config: str | None, split: str) -> list[dict[str, str]]:
         asked.append((name, config, split))
-        if split == "train":
-            raise ConnectionError("no network")
         return [{"question": "Two?", "answer": "#### 2"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     env = Gsm8k("openai/gsm8k")
     assert [t.data["answer"] for t in env.tasks("test")] == ["2"]
-    with pytest.raises(UserError, match="cannot be loaded from the hub: no network"):
-        env.tasks("train")
-    assert asked == [("openai/gsm8k", "main", "test"), ("openai/gsm8k", "main", "train")]
+    assert asked == [("openai/gsm8k", "main", "test")]
     assert Gsm8k("somebody/else").splits == ("test",)
 
 
-def test_splits_and_styles_that_do_not_exist(tmp_path: Path) -> None:
+def test_generated_problems_alone_are_demonstrated(tmp_path: Path) -> None:
     env = Gsm8k()
-    with pytest.raises(UserError, match=r"no split 'tests'.*did you mean 'test'"):
-        env.tasks("tests")
     task = env.tasks("train")[0]
     assert env.demonstrate(task, Random(0), "clean")[-1]["content"] == f"#### {task.data['answer']}"
-    with pytest.raises(UserError, match="no demonstrations of style 'clear'"):
-        env.demonstrate(task, Random(0), "clear")
     real = Gsm8k(str(_write(tmp_path / "test.jsonl", 1)))
     with pytest.raises(UserError, match="generated problems only"):
         real.demonstrate(real.tasks("test")[0], Random(0), "clean")

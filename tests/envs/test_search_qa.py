@@ -237,6 +237,7 @@ def test_what_the_recipe_may_not_say(tmp_path):
         SearchQa(str(tmp_path / "none.jsonl"))
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_the_embedded_model(tmp_path):
     from agentrl import train
 

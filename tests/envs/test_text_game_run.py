@@ -1,16 +1,15 @@
 """`text_game` through the real driver, and its recipe from the warm start to the last training step."""
 
 import asyncio
-import io
 import re
 from pathlib import Path
 from random import Random
 
 import pytest
 from agentrl_envs.text_game.environment import TextGame
+from cli_help import quiet
 from fakes import TASK, call, make_driver
 from paths import RECIPES
-from rich.console import Console
 from train_help import metrics, records
 
 import agentrl
@@ -117,6 +116,7 @@ async def test_many_games_at_once_do_not_touch_each_other():
     assert [len(t.turns) for t in played] == [task.data["shortest"] for task in tasks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", ["map", "compass"])
 def test_it_keeps_the_contract_of_environments(view):
     """Different maps may look alike from their start, as far as the compass tells."""
@@ -134,10 +134,6 @@ def test_progress_alone_is_not_solved():
 async def test_a_task_without_a_map_fails_with_its_boundary():
     t = await play(TextGame(), TASK, ["Hm."])
     assert t.failure.boundary is Boundary.ENVIRONMENT
-
-
-def quiet():
-    return Console(file=io.StringIO(), width=200)
 
 
 SMALL = [

@@ -154,26 +154,9 @@ def test_held_out_facts_and_wordings_are_never_trained_on() -> None:
         assert any(f.splits for k in KINDS if fact in k.facts for f in k.facts), "a wish with nothing held out"
 
 
-def test_tasks_are_lazy_stable_and_seeded() -> None:
-    env, other = make_environment(EnvSection(name="user_sim")), UserSim(seed=1)
-    assert env.splits == ("test", "wording", "validation")
-    train = env.tasks("train")
-    assert len(train) == 100_000
-    assert train[7] == UserSim().tasks("train")[7]
-    assert train[-1].id == "train-99999"
-    assert [t.id for t in train[3:5]] == ["train-3", "train-4"]
-    assert train[0] != other.tasks("train")[0]
-    assert env.tasks("test")[0] == other.tasks("test")[0]
-    with pytest.raises(IndexError):
-        train[100_000]
-    with pytest.raises(UserError, match=r"no split 'tset'.*test"):
-        env.tasks("tset")
-
-
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"source": "people.jsonl"}, "env.source: user_sim makes its own tasks"),
         ({"args": {"patience": -1}}, "patience must be 0 or more"),
         ({"args": {"system_prompt": "Serve him."}}, "system_prompt lacks {form}"),
     ],
@@ -278,5 +261,3 @@ async def test_clean_demonstrations_are_gold_and_careless_ones_often_wrong(split
             solved[style] += env.solved(played.rewards, task)
     assert solved["clean"] == 60
     assert 15 < solved["careless"] < 45
-    with pytest.raises(UserError, match=r"no demonstrations of style 'claen'.*clean"):
-        env.demonstrate(env.tasks("train")[0], random.Random(0), "claen")

@@ -1,14 +1,13 @@
 """The recipe of `user_sim`, short: a warm start of the embedded model, then two steps of training on what it made."""
 
 import asyncio
-import io
 from pathlib import Path
 from random import Random
 
 import pytest
 from agentrl_envs.user_sim.environment import UserSim
+from cli_help import quiet
 from paths import RECIPES
-from rich.console import Console
 from train_help import metrics, records
 
 import agentrl
@@ -32,7 +31,7 @@ SHORT = [
 @pytest.mark.slow
 def test_the_recipe_warm_starts_trains_and_evaluates(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'sft'}"])
-    made = sft(recipe, str(tmp_path / "clerk"), console=Console(file=io.StringIO()))
+    made = sft(recipe, str(tmp_path / "clerk"), console=quiet())
     assert made.steps == 7
     result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"model.path={made.folder}", f"output={tmp_path / 'run'}"]))
     assert set(result.after) == {"test", "wording"}

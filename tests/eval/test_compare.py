@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_help import refused
 from learner_help import make_groups
 from train_help import small
 
@@ -199,10 +200,7 @@ def test_what_cannot_be_compared_is_one_line(
     Path("empty").mkdir()
     Path("unfinished/trajectories").mkdir(parents=True)
     Path("unfinished/trajectories/.eval_test_0.part_1.parquet").touch()
-    assert main.run(["compare", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
+    assert words in refused(capsys, "compare", *arguments)
 
 
 def test_what_differs_little_is_not_told_apart(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

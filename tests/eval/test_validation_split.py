@@ -13,7 +13,7 @@ from agentrl_envs.gsm8k.problems import problem as gsm8k_problem
 from agentrl_envs.user_sim.generate import scenario
 from paths import RECIPES
 from rich.console import Console
-from train_help import metrics, records, small
+from train_help import metrics, records, small, write_lines
 
 import agentrl
 from agentrl.cli import main
@@ -64,7 +64,7 @@ def test_a_generated_environment_keeps_a_split_apart(name: str, asked: Name) -> 
     assert len(own) > 100
     for split in ("train", *env.splits[:-1]):
         tasks = env.tasks(split)
-        others = {asked(tasks[index]) for index in range(min(len(tasks), 2_500))}
+        others = {asked(tasks[index]) for index in range(min(len(tasks), 1_000))}
         assert not own & others, split
 
 
@@ -140,7 +140,7 @@ def test_the_intervals_before_training_outlive_a_stop(run: tuple[TrainResult, st
 def test_own_data_without_one_is_chosen_on_what_is_reported_and_says_so(tmp_path: Path) -> None:
     rows = [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]
     for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     recipe = small(
         tmp_path / "run", env={"name": "gsm8k", "source": str(tmp_path / "train.jsonl")}, eval={"every": 1, "tasks": 2}
     )  # fmt: skip

@@ -1,6 +1,8 @@
 """The gateway's dialects, spoken by the vendors' own SDKs and by hand, before an endpoint that says what it is told."""
 
 import asyncio
+import base64
+import io
 import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -10,12 +12,17 @@ from typing import Any
 import aiohttp
 import pytest
 from anthropic import AsyncAnthropic
-from openai import AsyncOpenAI, BadRequestError
+from anthropic import BadRequestError as AnthropicBadRequest
+from openai import AsyncOpenAI
+from openai import BadRequestError as OpenAIBadRequest
+from PIL import Image
+from vision_help import picture
 
 from agentrl.chat.base import Said
 from agentrl.gateway import server as server_module
 from agentrl.gateway.call import Call, Completion, Feed, Finish, GatewayError, Origin
 from agentrl.gateway.server import Gateway
+from agentrl.images import STORE
 from agentrl.plugins.types import Message
 
 THOUGHT = 1 << 24
@@ -34,6 +41,7 @@ class Scripted:
 
     def __init__(self, message: Message, finish: Finish = Finish.STOP, seconds: float = 0.0) -> None:
         self.message, self.finish, self.seconds = message, finish, seconds
+        self.images = True
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self.losses: list[str] = []
@@ -62,8 +70,12 @@ class Scripted:
     def tools(self) -> list[dict[str, Any]]:
         return [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}]
 
-    async def call_tool(self, name: str, arguments: Any) -> str:
-        return f"{name} of {json.dumps(arguments)}"
+    async def call_tool(self, name: str, arguments: Any) -> Any:
+        text = f"{name} of {json.dumps(arguments)}"
+        if arguments != {"a": 2}:
+            return text
+        url = f"data:image/png;base64,{encoded(1)}"
+        return [{"type": "text", "text": text}, {"type": "image_url", "image_url": {"url": url}}]
 
     def previous(self, completion_id: str) -> tuple[Message, ...]:
         if completion_id != "t-1":
@@ -214,10 +226,130 @@ async def test_messages_by_the_anthropic_sdk(message: Message, stream: bool) -> 
     assert without_thoughts(asked[2]) == without_thoughts(message)
 
 
+def encoded(seed: int, **options: Any) -> str:
+    """A picture as base64; `options` change its file, and not its pixels."""
+    return as_base64(picture(seed), **options)
+
+
+def as_base64(image: Image.Image, **options: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, **{"format": "PNG", **options})
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def asked_in_chat(first: str, other: str) -> tuple[str, dict[str, Any]]:
+    def image(data: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}", "detail": "low"}}
+
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    return "chat/completions", {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "s"}, {"type": "text", "text": "ee"}, image(first)]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": [image(other), {"type": "text", "text": "so"}]},
+        ]
+    }
+
+
+def asked_in_responses(first: str, other: str) -> tuple[str, dict[str, Any]]:
+    def image(data: str) -> dict[str, Any]:
+        return {"type": "input_image", "image_url": f"data:image/png;base64,{data}", "detail": "auto"}
+
+    output = [image(other), {"type": "input_text", "text": "so"}]
+    return "responses", {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "see"}, image(first)]},
+            {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": output},
+        ]
+    }
+
+
+def asked_in_messages(first: str, other: str) -> tuple[str, dict[str, Any]]:
+    def image(data: str) -> dict[str, Any]:
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [image(other), {"type": "text", "text": "so"}]}
+    return "messages", {
+        "max_tokens": 5,
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "see"}, image(first)]},
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
+            {"role": "user", "content": [result]},
+        ],
+    }
+
+
+async def sent_by_sdk(url: str, key: str, path: str, asked: dict[str, Any]) -> None:
+    """Send a body as the vendor's SDK sends it. Raises the SDK's own BadRequestError."""
+    if path == "messages":
+        async with AsyncAnthropic(base_url=url, api_key=key) as anthropic:
+            await anthropic.messages.create(model="any", **asked)
+            await anthropic.messages.count_tokens(model="any", messages=asked["messages"])
+        return
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai:
+        made = openai.responses if path == "responses" else openai.chat.completions
+        await made.create(model="any", **asked)
+
+
+ASKED = [asked_in_chat, asked_in_responses, asked_in_messages]
+
+
+@pytest.mark.parametrize("asked", ASKED)
+async def test_images_are_known_by_their_pixels(asked: Any) -> None:
+    endpoint = Scripted(TEXT)
+    async with served(endpoint) as (url, key):
+        await sent_by_sdk(url, key, *asked(encoded(1), encoded(2)))
+        await sent_by_sdk(url, key, *asked(encoded(1, compress_level=0), encoded(2, format="BMP")))
+    first, again = (call.messages for call in endpoint.calls)
+    assert first == again
+    assert first[0]["content"] == [{"type": "text", "text": "see"}, {"type": "image", "image": STORE.put(picture(1))}]
+    assert first[2]["content"] == [{"type": "image", "image": STORE.put(picture(2))}, {"type": "text", "text": "so"}]
+    assert first[2]["tool_call_id"] == "c"
+
+
+BROKEN = [
+    (as_base64(Image.new("1", (5000, 4000))), "5000 x 4000 pixels; at most"),
+    (encoded(2)[:400], "image 1 of a message of role 'tool': it is damaged"), ("AAAA", "it is no image"),
+    ("%%", "not base64"), ("", "it is no image"), (base64.b64encode(b"/etc/passwd").decode(), "it is no image"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED)
+async def test_images_that_cannot_be_taken_are_refused_in_the_dialects_own_form(asked: Any) -> None:
+    endpoint = Scripted(TEXT)
+    refused = (OpenAIBadRequest, AnthropicBadRequest)
+    async with served(endpoint) as (url, key):
+        for data, why in BROKEN:
+            with pytest.raises(refused, match=why):
+                await sent_by_sdk(url, key, *asked(encoded(1), data))
+        for wrong in ("https://example.org/a.png", "/etc/passwd", STORE.put(picture(1))):
+            path, body = asked(encoded(1), encoded(2))
+            text = json.dumps(body).replace(f"data:image/png;base64,{encoded(2)}", wrong)
+            text = text.replace(json.dumps({"type": "base64", "media_type": "image/png", "data": encoded(2)}),
+                                json.dumps({"type": "url", "url": wrong}))  # fmt: skip
+            with pytest.raises(refused, match="an image must come as base64"):
+                await sent_by_sdk(url, key, path, json.loads(text))
+    assert not endpoint.calls
+
+
+@pytest.mark.parametrize("asked", ASKED)
+async def test_a_model_that_does_not_see_refuses_images(asked: Any) -> None:
+    endpoint = Scripted(TEXT)
+    endpoint.images = False
+    async with served(endpoint) as (url, key):
+        with pytest.raises((OpenAIBadRequest, AnthropicBadRequest), match="this model does not see"):
+            await sent_by_sdk(url, key, *asked(encoded(1), encoded(2)))
+    assert not endpoint.calls
+
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", {"n": 2}), ("chat/completions", {"stop": ["x"]}), ("chat/completions", {"messages": 3}),
     ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}), ("chat/completions", {"max_tokens": 0}),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("chat/completions", {"messages": [{"role": "system", "content": [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]}),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}),
     ("chat/completions", {"response_format": {"type": "json_object"}}),
     ("chat/completions", {"tool_choice": "required"}),
     ("chat/completions", {"tools": [{"type": "function"}]}), ("chat/completions", {"top_logprobs": 3}),
@@ -430,12 +562,6 @@ async def test_the_end_of_a_rollout_ends_its_calls() -> None:
         await gateway.close()
 
 
-async def test_the_sdk_says_what_was_refused() -> None:
-    async with served(Scripted(TEXT)) as (url, key), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai:
-        with pytest.raises(BadRequestError, match="n: 3 is not served"):
-            await openai.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}], n=3)
-
-
 async def test_tools_by_the_mcp_sdk() -> None:
     import httpx2
     from mcp import ClientSession
@@ -453,5 +579,8 @@ async def test_tools_by_the_mcp_sdk() -> None:
             assert [(tool.name, tool.description) for tool in listed.tools] == [("add", "Adds.")]
             found = await session.call_tool("add", {"a": 1})
             assert found.content[0].text == 'add of {"a": 1}'
+            found = await session.call_tool("add", {"a": 2})
+            assert [block.type for block in found.content] == ["text", "image"]
+            assert (found.content[1].data, found.content[1].mime_type) == (encoded(1), "image/png")
             with pytest.raises(Exception, match="no tool named 'ad'"):
                 await session.call_tool("ad", {})

@@ -14,8 +14,7 @@ from packing_help import SHAPES, make_batch, make_deep, make_model
 
 from agentrl.algo.returns import gae
 from agentrl.compute.batch import Batch
-from agentrl.compute.block_forward import BlockForward
-from agentrl.compute.forward import ModuleForward, SequenceForward
+from agentrl.compute.forward import BlockForward, ModuleForward, SequenceForward
 from agentrl.compute.micro_batches import EMPTY
 from agentrl.compute.packing import micro_batches
 from agentrl.compute.value_head import (

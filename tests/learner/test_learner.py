@@ -344,6 +344,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype:
     assert torch.equal(weights(second.model), weights(straight.actor.model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reference", [{"every": 2}, {"ema": 0.9}])
 def test_a_reference_that_moves_is_resumed(reference: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:

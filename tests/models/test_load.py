@@ -2,16 +2,28 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from paths import ROOT
+from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import UserError
 from agentrl.learner.actor import off_policy_of
-from agentrl.models.load import find_device, load_model, resolve, resolve_types
+from agentrl.models.image_families import family_of
+from agentrl.models.load import (
+    find_device,
+    load_model,
+    load_scorer,
+    load_skeleton,
+    load_tokenizer,
+    resolve,
+    resolve_types,
+)
+from agentrl.models.shape import read_shape
 from agentrl.models.streamed import stream_model
+from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import ModelSection, Recipe
 from agentrl.sft.new_model import train_tokenizer
 from agentrl.training.preflight import check_names
@@ -24,7 +36,7 @@ TINY = Qwen3Config(
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "a/b/c"])
 def test_a_missing_folder(path: str) -> None:
-    with pytest.raises(UserError, match=r"is no folder; give an existing one, a hub name, or 'tiny'"):
+    with pytest.raises(UserError, match=r"is no folder; give an existing one, a hub name, or 'tiny' or 'tiny_vision'"):
         resolve(path)
 
 
@@ -37,6 +49,37 @@ def test_a_model_that_is_no_language_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit"}))
     with pytest.raises(UserError, match=r"'vit', which is not a causal language model"):
         load_model(ModelSection(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llava", "text_config": {"model_type": "qwen3"}, "vision_config": {"hidden_size": 8}},
+        {"model_type": "gemma3", "text_config": {}, "vision_config": {"hidden_size": 8}},  # is a causal one, too
+        {"model_type": "of_tomorrow", "image_token_id": 7},  # which transformers does not know either
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_model_that_sees_in_an_unknown_way_is_refused_wherever_it_is_loaded(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    section = ModelSection(path=str(tmp_path))
+    line = (
+        rf"model\.path: {tmp_path} is a '{config['model_type']}', which sees: of such models qwen2_vl, .*gemma4 are "
+        r"known, .* \(docs/vision\.md, Training\)$"
+    )
+    for load in (load_model, load_skeleton, load_tokenizer, load_scorer, read_shape):
+        with pytest.raises(UserError, match=line):
+            load(section)
+
+
+@pytest.mark.parametrize("kind", ["fuyu", "idefics3", "llama4", "glm4v_moe", "qwen2_5_omni_thinker"])
+def test_types_that_see_are_told_from_those_that_read_text(kind: str) -> None:
+    with pytest.raises(UserError, match="which sees"):
+        family_of(AutoConfig.for_model(kind).to_dict(), "x")
+    assert family_of(TINY.to_dict(), "x") is None
+    assert family_of(AutoConfig.for_model("gemma3_text").to_dict(), "x") is None
 
 
 def test_a_folder_without_weights(tmp_path: Path) -> None:
@@ -66,7 +109,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError("We couldn't connect to 'https://huggingface.co'\nmore lines")
 
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", refuse)
+    monkeypatch.setattr("transformers.PretrainedConfig.get_config_dict", refuse)
     with pytest.raises(
         UserError, match=r"somebody/model: its configuration cannot be loaded \(a hub name needs the net"
     ):
@@ -160,3 +203,13 @@ def test_servers_must_be_told_the_settings_too() -> None:
     check_names(
         Recipe.model_validate({**recipe, "engine": {"name": "vllm", "args": {"flags": {"hf-overrides": "{}"}}}})
     )
+
+
+def test_the_embedded_model_that_sees_is_what_its_recipe_makes() -> None:
+    made = load_recipe(str(ROOT / "recipes" / "tiny_vision.yaml")).sft.new_model
+    assert made.vision is not None
+    model, tokenizer = load_model(ModelSection(path="tiny_vision"))
+    assert tokenizer.image_input is not None
+    assert tokenizer.chat_template.strip() == Path(made.chat_template).read_text(encoding="utf-8").strip()
+    for wanted, config in ((made.config, model.config.text_config), (made.vision, model.config.vision_config)):
+        assert {key: getattr(config, key) for key in wanted} == wanted

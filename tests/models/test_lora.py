@@ -12,14 +12,14 @@ import torch
 from learner_help import alone
 from lora_help import ADAPTED, save_adapter, stirred, tiny
 from packing_help import make_deep
+from tiny_models import qwen3
 from train_help import metrics, records, small
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
 import agentrl
 from agentrl.cli.main import run
 from agentrl.compute.batch import Batch, prefix_trees
-from agentrl.compute.block_forward import BlockForward
-from agentrl.compute.forward import ModuleForward, SequenceForward, _probe, choose
+from agentrl.compute.forward import BlockForward, ModuleForward, SequenceForward, _probe, choose
 from agentrl.compute.packing import pack
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.block_runner import BlockRunner
@@ -92,8 +92,7 @@ def test_every_forward_gives_the_modules_log_probs_and_gradients(model: Any, way
         (logprobs.square().sum() + entropies.sum()).backward()
         found[kind] = logprobs.detach(), [p.grad.clone() for p in lora.adapter_parameters(model)]
     torch.testing.assert_close(found[way][0], found[SequenceForward][0], rtol=1e-4, atol=1e-5)
-    for ours, theirs in zip(found[way][1], found[SequenceForward][1], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found[way][1], found[SequenceForward][1], rtol=1e-3, atol=1e-4)
     own = {id(p) for p in lora.adapter_parameters(model)}
     assert {id(p) for p in model.parameters() if p.grad is not None} == own
 
@@ -108,8 +107,7 @@ def test_deep_trees_with_an_adapter_and_without(model: Any, way: Any) -> None:
         model.zero_grad()
         (kind(model)(row, 0.8)[0] / 50).square().sum().backward()
         found[kind] = [p.grad.clone() for p in lora.adapter_parameters(model)]
-    for ours, theirs in zip(found[way], found[SequenceForward], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[way], found[SequenceForward], rtol=1e-5, atol=1e-5)
     with torch.no_grad(), lora.switched_off(model):
         reference = way(model)(row, 1.0)[0]
         torch.testing.assert_close(reference, SequenceForward(plain())(row, 1.0)[0], rtol=1e-5, atol=1e-5)
@@ -181,12 +179,7 @@ async def test_the_engine_samples_from_what_is_trained(overlap: bool) -> None:
 
 
 def untied() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, tie_word_embeddings=False, attention_bias=True,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
+    model = qwen3(tie_word_embeddings=False, attention_bias=True)
     lora.add_adapter(model, LoraSection(rank=2, alpha=4), "nowhere")
     return stirred(model)
 
@@ -290,7 +283,6 @@ def test_the_memory_plan_counts_the_adapter_alone(capsys: pytest.CaptureFixture[
     base = sum(p.numel() for p in plain().parameters())
     changes = {"model": {"lora": ADAPTED, "dtype": "bfloat16"}, "algorithm": {"kl_coef": 0.1}}
     plan = plan_memory(Recipe.model_validate(changes))
-    assert plan is not None
     assert (plan.parameters, plan.trained) == (base + own, own)
     assert (plan.weights, plan.gradients, plan.optimizer) == (2 * base + 4 * own, 4 * own, 8 * own)
     assert plan.reference == 0

@@ -3,18 +3,21 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
+from vision_help import picture
 
 from agentrl.cli.main import run
 from agentrl.compute import kernels
 from agentrl.compute.activation_checkpointing import blocks_of
+from agentrl.images import STORE
 from agentrl.models import embedded_path, memory
 from agentrl.models.load import load_model, resolve_types
 from agentrl.models.memory import Setting, plan, plan_memory, plan_pools
 from agentrl.models.shape import Shape
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import ModelSection, Recipe
 
 SMALL = Qwen2Config(  # Qwen2.5-0.5B's shapes
     vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
@@ -37,7 +40,6 @@ def recipe(folder: Path, **sections: Any) -> Recipe:
 
 def test_parameters_are_counted_without_loading_them(folder: Path) -> None:
     plan = plan_memory(recipe(folder))
-    assert plan is not None
     assert plan.parameters == PARAMETERS
     assert (plan.weights, plan.gradients, plan.optimizer) == (2 * PARAMETERS, 4 * PARAMETERS, 12 * PARAMETERS)
     assert (plan.reference, plan.critic, plan.reward_model, plan.gathered) == (0, 0, 0, 0)
@@ -46,7 +48,6 @@ def test_parameters_are_counted_without_loading_them(folder: Path) -> None:
 
 def test_the_embedded_model_is_counted_right() -> None:
     plan = plan_memory(Recipe.model_validate({"algorithm": {"kl_coef": 0.1}}))
-    assert plan is not None
     model, _ = load_model(Recipe().model)
     assert plan.parameters == sum(p.numel() for p in model.parameters())
     assert plan.reference == plan.weights == 4 * plan.parameters
@@ -55,7 +56,6 @@ def test_the_embedded_model_is_counted_right() -> None:
     for reference, size in ((None, 2), ({"every": 9}, 2), ({"ema": 0.9}, 2 + 4)):
         algorithm = {"kl_coef": 0.1, "reference": reference}
         half = plan_memory(Recipe.model_validate({"model": section, "algorithm": algorithm}))
-        assert half is not None
         assert half.reference == size * half.parameters
 
 
@@ -81,9 +81,6 @@ def test_shards_divide_what_stays_and_layers_are_whole_while_they_run(folder: Pa
     alone = plan_memory(recipe(folder))
     spread = plan_memory(recipe(folder, cluster={"workers": 4}, algorithm={"kl_coef": 0.1}))
     copies = plan_memory(recipe(folder, cluster={"workers": 4, "shard": 2}, algorithm={"kl_coef": 0.1}))
-    assert alone is not None
-    assert spread is not None
-    assert copies is not None
     assert 4 * spread.weights == 2 * copies.weights == alone.weights
     assert 4 * spread.optimizer == alone.optimizer
     assert spread.reference == spread.weights
@@ -95,8 +92,6 @@ def test_shards_divide_what_stays_and_layers_are_whole_while_they_run(folder: Pa
 def test_what_is_offloaded_is_on_the_cpu(folder: Path) -> None:
     here = plan_memory(recipe(folder, cluster={"workers": 2}))
     there = plan_memory(recipe(folder, cluster={"workers": 2, "offload": True}))
-    assert here is not None
-    assert there is not None
     assert here.host == 0
     assert there.host == here.weights + here.gradients + here.optimizer
     assert there.device == here.gathered + here.activations + here.logits < here.device
@@ -109,7 +104,6 @@ def test_moments_and_inputs_of_layers_lie_on_the_cpu_until_they_are_needed(folde
         for offload in ({}, {"optimizer": True, "activations": True})
     )
     assert here is not None
-    assert there is not None
     inputs = 16384 * 4 * 896 * 23
     assert (there.moments, there.saved) == (8 * PARAMETERS, inputs)
     assert there.host == there.moments + there.saved
@@ -129,10 +123,41 @@ def test_mixed_precision_recomputing_and_shared_sequences_make_activations_small
     assert plan(shape, Setting(tokens=1000, checkpointing=True)).activations == a_layer + 24 * 1000 * 4 * 896
 
 
+def test_a_tower_is_counted_apart_and_a_frozen_one_is_not_trained() -> None:
+    frozen, trained = (
+        plan_memory(Recipe.model_validate({"model": {"path": "tiny_vision", "freeze": freeze}}))
+        for freeze in (["vision"], [])
+    )
+    model, _ = load_model(Recipe.model_validate({"model": {"path": "tiny_vision", "freeze": ["vision"]}}).model)
+    assert frozen.parameters == trained.parameters == sum(p.numel() for p in model.parameters())
+    assert frozen.gradients == 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert frozen.optimizer < trained.optimizer
+    assert frozen.tower < trained.tower
+
+
+def test_the_estimate_of_a_tower_is_near_what_its_backward_pass_keeps() -> None:
+    model, _ = load_model(ModelSection(path="tiny_vision"))
+    keys = [STORE.put(picture(seed, 128, 128)) for seed in range(4)]
+    pixels, grids = zip(*(model.image_input.pixels(key) for key in keys), strict=True)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage()).data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    given = torch.from_numpy(np.concatenate(pixels)), torch.tensor(grids)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        made = model.model.get_image_features(*given, return_dict=True)
+    tokens = sum(len(features) for features in made.pooler_output)
+    estimate = plan(Shape.of(model.config), Setting(tokens=tokens)).tower
+    assert 0.7 < estimate / sum(kept.values()) < 1.4
+
+
 def test_an_adapter_alone_has_gradients_and_an_optimizer(folder: Path) -> None:
     section = {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 8, "targets": ["q_proj"]}}
     plan = plan_memory(Recipe.model_validate({"model": section, "algorithm": {"kl_coef": 0.1}}))
-    assert plan is not None
     adapter = 24 * 8 * (896 + 14 * 64)
     assert (plan.trained, plan.gradients, plan.optimizer) == (adapter, 4 * adapter, 8 * adapter)
     assert plan.weights == 2 * PARAMETERS + 4 * adapter
@@ -147,8 +172,6 @@ def test_roles_share_the_workers_or_have_their_own(folder: Path) -> None:
         for cluster in ({"workers": 2}, {"workers": 2, "pools": pools})
     )
     shared, rest = plan_memory(together), plan_memory(apart)
-    assert shared is not None
-    assert rest is not None
     assert shared.critic == 18 * PARAMETERS // 2
     assert shared.reward_model == 2 * PARAMETERS // 2
     assert (rest.critic, rest.reference, rest.reward_model) == (0, shared.reference, shared.reward_model)
@@ -213,7 +236,6 @@ def test_the_recipes_for_gpus_fit_those_that_they_name(
     found = resolve_types(Recipe.load(path, [f"model.path={tmp_path}"]))
     planned = plan_memory(found)
     assert f" of {card} GB" in Path(path).read_text(encoding="utf-8")
-    assert planned is not None
     assert found.engine.sleep
     assert planned.device / 1e9 < card - 5
     assert planned.kept / 1e9 < card * (1 - found.engine.args["flags"]["mem-fraction-static"]) - 2

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from agentrl.compute.flops import Cost, Workload, known_peak
 from agentrl.models.load import resolve_types
-from agentrl.models.memory import MemoryPlan, Setting, Traffic, into_node, plan
+from agentrl.models.memory import MemoryPlan, Setting, Traffic, plan
 from agentrl.models.shape import Shape
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import LoraSection, Recipe
@@ -35,6 +35,14 @@ ALL_REDUCE = 20e-6  # seconds; two a layer
 
 
 @cache
+def into_node(received: int, workers: int, nodes: int) -> float:
+    """The bytes that each of `nodes` machines receives over the network when each of `workers` workers receives
+    `received` bytes: workers of one machine share what one of them has received."""
+    whole = received * workers / (workers - 1)
+    return whole * (1 - 1 / nodes)
+
+
+@cache
 def shape(lora: bool = False) -> Shape:
     return Shape.of(QWEN, LoraSection() if lora else None)
 
@@ -50,6 +58,7 @@ def setting(**changes: Any) -> Setting:
     return Setting(**{**own, **changes})
 
 
+@cache
 def planned(lora: bool = False, **changes: Any) -> MemoryPlan:
     return plan(shape(lora), setting(**changes), ("actor", "reference"))
 

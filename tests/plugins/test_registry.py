@@ -102,6 +102,12 @@ def test_listing_imports_nothing(plugins):
     assert "demo_plugins" not in sys.modules
 
 
+def test_what_is_installed_meanwhile_is_found(distribution):
+    assert "late" not in [p.name for p in installed("tools")]
+    distribution("late", "", {"agentrl.tools": {"late": "late:tool"}})
+    assert find("tools", "late").origin == "late 1.2 (late:tool)"
+
+
 def test_where_a_plugin_comes_from(plugins):
     assert find("tools", "double").origin == "demo_plugins 1.2 (demo_plugins:double)"
     assert find("tools", "demo_plugins:double").origin == "demo_plugins:double"

@@ -149,6 +149,7 @@ def doubled(count: int) -> dict:
     return {**schema(x={"$ref": "#/$defs/n0"}), "$defs": {**defs, names[-1]: {"type": "integer"}}}
 
 
+@pytest.mark.slow
 def test_alternatives_within_alternatives_are_checked_in_bounded_time():
     kinds = {"type": "integer"}
     for _ in range(40):

@@ -16,6 +16,7 @@ from paths import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 from train_help import metrics, small
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vision_help import groups, seeing_model, sequence
 
 import agentrl
 from agentrl.cluster.dispatch import ONE_TO_ALL, register, registered
@@ -24,7 +25,9 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Cost, RoleCost, Workload, costs, known_peak, peak_flops, utilisation
 from agentrl.compute.packing import indices, micro_batches
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ValueModel
+from agentrl.images import STORE, keyed
 from agentrl.models import lora
+from agentrl.models.vision import Vision
 from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.step import SYNC, StepProfiler
 from agentrl.profiling.trace import OwnTimes, Profiler, add_own_times
@@ -58,6 +61,28 @@ def test_operations_are_those_that_torch_counts(tied: bool) -> None:
     cost = Cost.of(model)
     assert cost.forward(Workload(tokens, tokens, tokens**2)) == counted(model, tokens, backward=False)
     assert cost.update(Workload(tokens, tokens, tokens**2)) == counted(model, tokens, backward=True)
+
+
+def test_a_tower_counts_once_for_each_image() -> None:
+    """As torch counts it; but for the gradient of pixels, which nobody wants."""
+    model = seeing_model()[0]
+    model.set_attn_implementation("eager")
+    batch = Batch.from_groups(groups(model))
+    work, cost = Workload.of(batch), Cost.of(model)
+    shown = {span.hash: span for g in groups(model) for t in g.trajectories for span in t.images}
+    assert work.images == sum(span.tokens for span in shown.values())
+    assert (cost.body, cost.trained_tower) == (Cost.of(model.model.language_model).body, cost.tower)
+    with FlopCounterMode(display=False) as counter:
+        made = Vision(model).features(keyed(*sequence(model, *(STORE.load(key) for key in shown))))
+        forward = counter.get_total_flops()
+        (made.embeddings.sum() + sum(each.sum() for each in made.deep)).backward()
+    pixels = 2 * model.model.visual.patch_embed.proj.weight.numel() * 4 * work.images
+    alone = Workload(0, 0, 0, work.images, work.image_pairs)
+    assert cost.forward(alone) == forward
+    assert cost.update(alone) - pixels == counter.get_total_flops()
+    model.model.visual.requires_grad_(False)
+    frozen = Cost.of(model)
+    assert (frozen.forward(alone), frozen.update(alone)) == (0, forward)
 
 
 def test_frozen_matrices_need_no_gradient_of_their_own() -> None:

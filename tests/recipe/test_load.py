@@ -87,6 +87,15 @@ def test_extends_is_relative_to_the_file(tmp_path, write, monkeypatch):
     assert load_recipe("sub/r.yaml").rollout.n == 3
 
 
+def test_a_models_chat_template_is_looked_for_beside_the_recipe_first(tmp_path, write):
+    (tmp_path / "sub").mkdir()
+    path = write("model: {chat_template: t.jinja}", "sub/base.yaml")
+    assert load_recipe(path).model.chat_template == "t.jinja"
+    (tmp_path / "sub" / "t.jinja").write_text("")
+    assert load_recipe(path).model.chat_template == str(tmp_path / "sub" / "t.jinja")
+    assert load_recipe(path, ["model.chat_template=mine.jinja"]).model.chat_template == "mine.jinja"
+
+
 def test_the_chat_template_is_relative_to_the_file_that_names_it(tmp_path, write, monkeypatch):
     (tmp_path / "sub").mkdir()
     write("sft: {new_model: {chat_template: t.jinja}}", "sub/base.yaml")
@@ -190,7 +199,6 @@ MISTAKES = {
     "env: {args: &a {x: *a}}": r"env.args.x: an alias refers to itself",
     "extends: [a, b]": r"r.yaml:1: extends: expected the path of one recipe, got a list",
     "extends: nothere.yaml": r"r.yaml:1: extends: .*nothere.yaml: no such recipe file",
-    "extends: r.yaml": r"extends: files extend each other in a circle: r.yaml -> r.yaml",
     "rollout: {m: 3}\ntrain: {lrr: 1, lr: x}": r"\(and 2 more\)",
 }
 
@@ -238,7 +246,7 @@ def test_a_mistake_names_the_file_that_wrote_it(write):
 
 def test_a_circle_of_files(write):
     write("extends: r.yaml", "b.yaml")
-    with pytest.raises(UserError, match=r"r.yaml -> b.yaml -> r.yaml"):
+    with pytest.raises(UserError, match=r"files extend each other in a circle: .*r.yaml -> b.yaml -> r.yaml"):
         load_recipe(write("extends: b.yaml"))
 
 
@@ -401,7 +409,7 @@ MOVING = ("algorithm.kl_coef=0.1", "algorithm.reference.every=2")
         (["cluster.workers=3", "cluster.sequence_parallel=2"], r"cluster\.sequence_parallel is 2, which does not"),
         (["cluster.nodes=2", "cluster.gpus=8", "cluster.workers=3"], r"nodes x gpus is 16: leave out workers"),
         (["cluster.nodes=2"], r"cluster\.nodes is 2, but there are only 1 workers"),
-        (["profile.steps=[0]"], r"profile\.steps: there is no step 0; train\.steps is 80"),
+        (["profile.steps=[0]"], r"profile\.steps: there is no step 0; train\.steps is 100"),
         (["train.steps=5", "profile.steps=[5, 6]"], r"profile\.steps: there is no step 6; train\.steps is 5"),
         (["cluster.restarts=1"], r"cluster\.restarts is for workers on a cluster"),
         (["cluster.offload=true"], r"cluster\.offload\.parameters is for workers on a cluster"),
@@ -409,17 +417,37 @@ MOVING = ("algorithm.kl_coef=0.1", "algorithm.reference.every=2")
         (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic to place there"),
         (
             [*MOVING, "cluster.pools=[{roles: [reference]}]"],
-            r"cluster\.pools: a reference that follows the policy .* leave reference out of the pools",
+            "a reference that follows .* leave reference out",
         ),
         (
             [*MOVING, "model.lora={rank: 4}"],
-            r"algorithm\.reference: with model\.lora the reference is the model without",
+            r"algorithm\.reference: with model\.lora the reference is",
+        ),
+        (["train.warmup_steps=3", "train.warmup_ratio=0.1"], "warmup_steps and warmup_ratio say the same"),
+        (["train.cycles=2"], "cycles has no effect with the schedule constant"),
+        (["train.min_lr_ratio=0.1"], "min_lr_ratio has no effect with the schedule constant"),
+        (["rollout.oversample=1.5", "rollout.overlap=async"], "rollout.oversample abandons what is slow"),
+        (["algorithm.dynamic_sampling.budget=0.5"], "algorithm.dynamic_sampling.budget: "),
+        (["algorithm.leave_out=[error]"], "algorithm.leave_out.0: "),
+        (
+            ["algorithm.reject=[{level: token}]"],
+            r"algorithm\.reject\.0: set low, high, or both: without",
+        ),
+        (
+            ["algorithm.reference={ema: 0.9}"],
+            r"algorithm: reference moves .* there is none: set kl_coef",
+        ),
+        (["algorithm.reference={}"], r"algorithm\.reference: set every, ema, or both"),
+        (["algorithm.reference.ema=1"], r"algorithm\.reference\.ema: expected less than 1"),
+        (
+            ["algorithm.kl_target=0.1"],
+            "algorithm: kl_target moves kl_coef, which is 0: set kl_coef",
         ),
     ],
 )
 def test_keys_that_do_not_add_up(overrides, said):
     with pytest.raises(UserError, match=said):
-        load_recipe(str(SHIPPED / "gsm8k_tool.yaml"), overrides)
+        load_recipe(None, overrides)
 
 
 def test_the_size_of_a_cluster():
@@ -538,22 +566,6 @@ def test_a_number_that_is_too_long_is_told(write):
         load_recipe(write(f"train: {{seed: {'9' * 5000}}}"))
 
 
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        (["train.warmup_steps=3", "train.warmup_ratio=0.1"], "warmup_steps and warmup_ratio say the same"),
-        (["train.cycles=2"], "cycles has no effect with the schedule constant"),
-        (["train.min_lr_ratio=0.1"], "min_lr_ratio has no effect with the schedule constant"),
-        (["rollout.oversample=1.5", "rollout.overlap=async"], "rollout.oversample abandons what is slow"),
-        (["algorithm.dynamic_sampling.budget=0.5"], "algorithm.dynamic_sampling.budget: "),
-        (["algorithm.leave_out=[error]"], "algorithm.leave_out.0: "),
-    ],
-)
-def test_keys_that_contradict_each_other_are_told(keys: list[str], told: str) -> None:
-    with pytest.raises(UserError, match=told):
-        Recipe.load(None, keys)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_sets_its_keys_and_a_recipes_own_come_over_them(name: str) -> None:
     keys = PRESETS[name].keys
@@ -594,15 +606,3 @@ def test_rules_of_rejection_are_read_from_a_file_and_written_to_one(tmp_path: Pa
     ]
     path.write_text(yaml.safe_dump({"algorithm": found.model_dump(mode="json")}))
     assert Recipe.load(path).algorithm == found
-    for key, said in [
-        ("algorithm.reject=[{level: token}]", r"algorithm\.reject\.0: set low, high, or both: without a bound nothing"),
-        (
-            "algorithm.reference={ema: 0.9}",
-            r"algorithm: reference moves .* kl_coef is 0, so there is none: set kl_coef",
-        ),
-        ("algorithm.reference={}", r"algorithm\.reference: set every, ema, or both"),
-        ("algorithm.reference.ema=1", r"algorithm\.reference\.ema: expected less than 1"),
-        ("algorithm.kl_target=0.1", r"algorithm: kl_target moves kl_coef, which is 0: set kl_coef to where it begins"),
-    ]:
-        with pytest.raises(UserError, match=said):
-            Recipe.load(path, [key])

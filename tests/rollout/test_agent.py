@@ -330,7 +330,6 @@ async def test_an_agent_that_fails_is_no_fault_of_the_models(error: Any, said: s
 
     hooks = Hooks()
     found = await played(solve, env=Env(hooks))
-    assert found.failure is not None
     assert found.failure.boundary is Boundary.AGENT
     assert said in found.failure.message
     assert not found.rewards
@@ -374,7 +373,6 @@ async def test_what_a_tool_earns_stands_at_the_answer_and_its_faults_are_its_own
     assert found.rewards["step"] == 0.25
     assert [use.error is None for use in found.tool_uses] == [False, False, True]
     broken = await played(solve, tools=[Echo(execute=InfrastructureError("the server is down"))])
-    assert broken.failure is not None
     assert broken.failure.boundary is Boundary.TOOL
 
 
@@ -401,7 +399,6 @@ async def test_an_engine_that_fails_is_told_to_the_agent_and_fails_the_rollout(g
         assert (status, body["error"]["type"]) == (500, "server_error")
 
     found = await played(solve, Broken(["4"]))
-    assert found.failure is not None
     assert found.failure.boundary is Boundary.ENGINE
     assert why in found.failure.message
 
@@ -470,6 +467,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 async def test_a_wild_program_is_bounded_and_judged_by_what_it_left() -> None:
     seen: list[tuple[Outcome, str]] = []
 
@@ -559,7 +557,6 @@ async def test_a_program_in_the_sandbox_has_the_gateway_and_nothing_else(
 async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
     async with program(["sh", "-c", "exit 1"]) as driver:
         found = await driver.drive(driver.request(TASK, 0))
-    assert found.failure is not None
     assert "without a call of the model" in found.failure.message
 
 
@@ -603,17 +600,16 @@ async def test_a_process_does_many_rollouts_at_once_and_says_in_a_line_what_each
             "cancel": "it cancelled itself", "lambda": "what it returned cannot be sent from its process (",
         }  # fmt: skip
         for failed, line in zip(await asyncio.gather(*(then(driver, f) for f in faults)), faults.values(), strict=True):
-            assert failed.failure is not None
             assert failed.failure.boundary is Boundary.AGENT
             assert line in failed.failure.message
             assert "\n" not in failed.failure.message
         await then(driver, "")
         assert seen[-1]["pid"] in pids, "the process goes on"
         unsent = await driver.drive(driver.request(Task("t", {"then": "", "f": lambda: 0}), 0))
-        assert unsent.failure is not None
         assert "the task cannot be sent to a process" in unsent.failure.message
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -634,7 +630,6 @@ async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replac
             beside = asyncio.ensure_future(then(driver, "wait"))
             await waiting.wait()
             for failed in (await then(driver, fault), await beside):
-                assert failed.failure is not None
                 assert failed.failure.boundary is Boundary.AGENT
                 assert line in failed.failure.message
         await then(driver, "")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from chat_help import HERMES, make_tokenizer
 from fakes import TASK, Echo, Env, ScriptedEngine
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import NO_IDS, qwen3
 
 from agentrl.chat.load import load_chat
 from agentrl.engine.base import Generation, GenerationFinish
@@ -90,13 +90,7 @@ async def test_a_call_that_is_cut_off_is_closed_told_and_goes_on(tokenizer):
 
 @pytest.fixture(scope="module")
 def model(tokenizer):
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=400, initializer_range=0.1,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
+    return qwen3(vocab_size=len(tokenizer), max_position_embeddings=400, initializer_range=0.1, **NO_IDS)
 
 
 def rolled_out(model, tokenizer, seed):

@@ -176,6 +176,7 @@ def start(what):
     return Python(["-c", PROGRAM, what], apart=True)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_and_goes_on_samples_again():
     process = start("stopped")
     try:
@@ -192,6 +193,7 @@ def test_a_process_that_is_stopped_and_goes_on_samples_again():
     assert err.count("this process stood still for") == 1
 
 
+@pytest.mark.slow
 def test_a_tool_that_holds_up_the_event_loop_is_no_process_that_stands_still():
     process = start("blocks")
     try:

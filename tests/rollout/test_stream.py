@@ -189,6 +189,19 @@ async def test_others_begin_in_the_place_of_groups_that_are_left_out(staleness):
         assert drawn == list(range(28))  # not one more than it takes
 
 
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_group_that_is_left_out_just_after_another_ended_is_replaced(turns):
+    """The taker is woken by the first, and may come before the second is replaced."""
+
+    async def keep(group):
+        for _ in range(turns if group.task.id == "t1" else 0):
+            await asyncio.sleep(0)
+        return group.task.id != "t1"
+
+    stream, _ = make_stream(batch=2, steps=1, staleness=None, most=40, keep=keep)
+    assert taken(await stream.take()) == [0, 2]
+
+
 @pytest.mark.parametrize(("most", "sizes"), [(4, [2, 1, 1, 2]), (7, [3, 2, 2, 3]), (10, [4, 3, 3, 4])])
 async def test_batches_are_smaller_where_the_budget_is_used_up(most, sizes):
     stream, drawn = make_stream(batch=4, steps=4, staleness=None, most=most, keep=third)

@@ -1,6 +1,6 @@
 """Conversations that one brings: how rows are laid out, what is learned of them, and what is refused."""
 
-import io
+import base64
 import json
 import re
 import shutil
@@ -13,19 +13,21 @@ import pyarrow
 import pytest
 import torch
 from chat_help import CALCULATOR
+from cli_help import quiet, refused
 from cluster_train_help import on_cluster, save_tiny, two_workers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_help import make_groups
-from paths import RECIPES, ROOT
+from paths import ROOT
+from PIL import Image
 from pyarrow import parquet
-from rich.console import Console
+from train_help import write_lines
+from vision_help import file_of, picture, seeing_model
 
 from agentrl.chat.base import Chat
 from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
-from agentrl.cli import main
 from agentrl.data.rows import Listed
 from agentrl.errors import UserError
 from agentrl.learner.roles import LocalRoles
@@ -184,7 +186,7 @@ USER, HI = {"role": "user", "content": "a"}, {"role": "assistant", "content": "H
         ([HI], {"history": "template"}, "begins with an assistant's message that is to be learned"),
         ([USER, {**HI, "content": "x<|im_end|>y"}], {}, "leaves out a part of an assistant's content"),
         ([USER, {**HI, "reasoning_content": "hm"}], {}, "leaves out a part of an assistant's thinking"),
-        ([USER, {**HI, "content": [{"type": "image_url"}]}], {}, "image_url"),
+        ([USER, {**HI, "content": [{"type": "image_url"}]}], {}, "has no images in field"),
         ([USER, {**HI, "content": "long " * 50}], {"limit": 40}, r"has \d+ tokens, more than the 40 that fit"),
     ],
 )
@@ -245,9 +247,68 @@ def test_any_row_is_read_or_told_what_is_wrong(messages: Any, tools: Any, form: 
     assert len(talk.messages) == len(talk.flags)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+@pytest.fixture(scope="module")
+def seeing() -> tuple[Any, Any]:
+    return seeing_model()
+
+
+def shows(*contents: Any) -> list[dict[str, Any]]:
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+LLAVA = [
+    {"from": "human", "value": "<image>\nWhat is this?"}, {"from": "gpt", "value": "A cat."},
+    {"from": "human", "value": "And <image> this?"}, {"from": "gpt", "value": "A dog."},
+]  # fmt: skip
+
+
+def test_conversations_with_images_say_the_same_in_every_form(seeing: tuple[Any, Any], tmp_path: Path) -> None:
+    files = [tmp_path / "a.png", tmp_path / "b.jpg"]
+    files[0].write_bytes(file_of(picture(1)))
+    files[1].write_bytes(file_of(picture(2, 64, 32), "BMP"))
+    url = "data:image/png;base64," + base64.b64encode(files[0].read_bytes()).decode()
+    first = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "\nWhat is this?"}]
+    second = [{"type": "text", "text": "And "}, {"type": "image"}, {"type": "text", "text": " this?"}]
+    rows = [
+        ({"conversations": LLAVA, "images": ["a.png", {"path": str(files[1])}]}, "sharegpt"),
+        ({"messages": shows(first, "A cat.", second, "A dog."), "images": {"bytes": files[1].read_bytes()}}, "openai"),
+    ]
+    for history, paths in (("sampled", 1), ("template", 2)):
+        by = layout(seeing[1], tools=(), history=history)
+        made = [by.trajectory(read_row(row, form, folder=tmp_path), "row-1") for row, form in rows]
+        for t in made:
+            check_invariants(t)
+            assert len(t.paths()) == paths
+            assert [span.tokens for span in t.images] == [4, 8] if paths == 1 else [4, 4, 8]
+            assert "A dog." in said(t, by.chat)[-1]
+            assert t.images == made[0].images
+            assert t.ids.tolist() == made[0].ids.tolist()
+
+
+def test_rows_whose_images_cannot_be_shown_are_refused_and_counted(seeing: tuple[Any, Any], tmp_path: Path) -> None:
+    good = {"bytes": file_of(picture(1))}
+    rows = [{"messages": shows(f"<image>{i}", "yes"), "images": good} for i in range(20)]
+    rows[3]["images"] = {"bytes": b"broken"}
+    rows[7]["images"] = [good, good]
+    rows[9]["images"] = "http://example.org/a.png"
+    rows[11]["images"] = Image.new("RGB", (1, 1000))
+    rows[13] = {"messages": shows("<image><image>", "yes"), "images": [good, good]}
+    by = layout(seeing[1], tools=())
+    by.max_images = 1
+    found = read_rows(Listed(rows, "rows"), by, 0, lambda text: None)
+    assert (found.read, len(found.taught), [place for place, _ in found.refused]) == (
+        20, 15, ["rows, row 3", "rows, row 7", "rows, row 9", "rows, row 11", "rows, row 13"]
+    )  # fmt: skip
+    assert found.refused[-1][1] == "the messages hold 2 images, of 1 (rollout.max_images)"
+    whole = "\n".join(found.told())
+    for why in ("it is no image that can be read", "has 2 images", "set image_urls to public", "aspect ratio"):
+        assert why in whole
+    other = [{**row, "images": {"bytes": file_of(picture(2))}} for row in rows]
+    assert (
+        found.digest() != read_rows(Listed(other, "rows"), layout(seeing[1], tools=()), 0, lambda text: None).digest()
+    )
+    with pytest.raises(UserError, match="it shows 1 image, and the model reads text"):
+        read_rows(Listed(rows[:3], "rows"), layout(tools=()), 0, lambda text: None)
 
 
 def test_refused_rows_are_counted_by_reason_and_named(tmp_path: Path) -> None:
@@ -257,7 +318,7 @@ def test_refused_rows_are_counted_by_reason_and_named(tmp_path: Path) -> None:
         {"messages": [USER, HI]},
         {"messages": [USER, {**HI, "content": "x " * 600}]},
     ] * 2
-    path = write(tmp_path / "mine.jsonl", rows)
+    path = write_lines(tmp_path / "mine.jsonl", rows)
     found = read_rows(open_rows(str(path)), layout(limit=600), 0, lambda text: None)
     assert (found.read, len(found.taught), len(found.refused)) == (8, 4, 4)
     report = found.report()
@@ -285,10 +346,6 @@ LEARN = [
 QUIET = ["train.threads=1", "eval.every=2", "train.save_every=2", "train.keep=9"]
 
 
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=200)
-
-
 def job(folder: Path, source: str, *overrides: str) -> Recipe:
     path = folder / "recipe_of_test.yaml"
     path.write_text(
@@ -301,7 +358,10 @@ def job(folder: Path, source: str, *overrides: str) -> Recipe:
 def run(tmp_path_factory: pytest.TempPathFactory) -> SftResult:
     """A run of two stages over seven conversations, two more of them held out."""
     folder = tmp_path_factory.mktemp("sft")
-    source, held = write(folder / "mine.jsonl", [*LEARN, {"messages": [USER]}]), write(folder / "held.jsonl", LEARN[:2])
+    source, held = (
+        write_lines(folder / "mine.jsonl", [*LEARN, {"messages": [USER]}]),
+        write_lines(folder / "held.jsonl", LEARN[:2]),
+    )
     return sft(job(folder, str(source), f"sft.held_out={held}"), str(folder / "model"), console=quiet())
 
 
@@ -475,8 +535,6 @@ def test_muon_goes_on_from_its_saved_state() -> None:
     ("text", "given", "why"),
     [
         (None, [], r"sft.source: there is no file .*mine.jsonl"),
-        ("", [], "contains no row"),
-        ("{x\n", [], "mine.jsonl, line 1: is not JSON"),
         ('{"text": "a"}\n', [], "mine.jsonl, line 1: has no list `messages`"),
         ('{"messages": [{"role": "user", "content": "a"}]}\n', [], "none of the 1 conversations is left to learn from"),
         (json.dumps(ROW), ["sft.max_tokens=9"], "more than the 9 that fit"),
@@ -493,10 +551,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     if text is not None:
         (tmp_path / "mine.jsonl").write_text(text)
     (tmp_path / "r.yaml").write_text("sft: {source: mine.jsonl}\n")
-    assert main.run(["sft", "r.yaml", *given]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert re.search(why, error)
+    assert re.search(why, refused(capsys, "sft", "r.yaml", *given))
     assert not any((tmp_path / "runs").glob("*/metrics.jsonl"))
 
 
@@ -518,9 +573,3 @@ def test_what_a_stage_leaves_open_follows_from_the_conversations(
     assert (first.steps, first.lr, first.warmup_steps) == (steps, lr, warmup)
     assert course.steps == steps + 2
     assert [course.place(n)[0::2] for n in (0, steps - 1, steps, steps + 1)] == [(0, 0), (0, steps - 1), (1, 0), (1, 1)]
-
-
-def test_the_recipe_of_rejection_sampling_is_whole() -> None:
-    recipe = Recipe.load(RECIPES / "rejection_sampling.yaml")
-    assert recipe.sft is not None
-    assert recipe.sft.select.reward == 1

@@ -1,6 +1,5 @@
 """Reward models: pairs of files and of rollouts, the loss of Bradley-Terry, a folder that `rewards.model` reads."""
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cli_help import quiet, refused
 from learner_help import make_groups
-from rich.console import Console
+from train_help import write_lines
 from transformers import AutoModelForSequenceClassification
 
 from agentrl.chat.load import load_chat
 from agentrl.checkpoint.checkpoints import save_model
-from agentrl.cli import main
 from agentrl.compute.classifier import RewardModel, scoring_batch
 from agentrl.errors import UserError
 from agentrl.models.load import load_scorer
@@ -50,11 +49,6 @@ def make_recipe(source: Path | str, output: Path | None = None, tokens: int = 16
     )
 
 
-def write(path: Path, rows: list[Any]) -> Path:
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return path
-
-
 def many(count: int) -> list[Any]:
     """Pairs that differ by how the answer begins, in several forms."""
     rows: list[Any] = []
@@ -70,10 +64,6 @@ def many(count: int) -> list[Any]:
     return rows
 
 
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=160)
-
-
 @pytest.fixture(scope="module")
 def start() -> tuple[Any, Any]:
     """The embedded model with a new head, and its tokenizer."""
@@ -81,11 +71,11 @@ def start() -> tuple[Any, Any]:
 
 
 def made_pairs(tokenizer: Any, folder: Path, rows: list[Any]) -> list[Pair]:
-    return PairReader(tokenizer, 1024).read(RewardModelSection(source=(str(write(folder / "p.jsonl", rows)),)))
+    return PairReader(tokenizer, 1024).read(RewardModelSection(source=(str(write_lines(folder / "p.jsonl", rows)),)))
 
 
 def test_a_feature_is_learned_and_the_run_folder_says_so(tmp_path: Path) -> None:
-    source, console = write(tmp_path / "pairs.jsonl", many(96)), quiet()
+    source, console = write_lines(tmp_path / "pairs.jsonl", many(96)), quiet()
     recipe = make_recipe(source, tmp_path / "run", batch=16, lr=1e-3, held_out=0.2, eval_every=2)
     result = train_reward_model(recipe, console=console)
     assert result.metrics["eval/accuracy"] > 0.9
@@ -185,13 +175,13 @@ CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "argume
         ({"prompt": "a", "rejected": "b"}, "has no 'chosen'"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "rejected: is neither text nor a list of messages"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt: is neither text nor a list of messages"),
-        ({**ROW, "chosen": [{"role": "bot", "content": ""}]}, "chosen, message 1: has no `role` of"),
+        ({**ROW, "chosen": [{"role": "bot", "content": ""}]}, "chosen, message 1 has the role 'bot': expected system"),
         ({**ROW, "chosen": [{"role": "user", "content": ""}]}, "chosen: does not end with an assistant's message"),
         ({**ROW, "chosen": [{"role": "assistant", "content": 3}]}, "its content is neither text nor a list"),
         ({**ROW, "chosen": CALL}, "chosen, message 1: the arguments of add are no JSON object"),
         ({**ROW, "chosen": {**CALL, "tool_calls": 3}}, "chosen, message 1: a tool call without the `name`"),
         ({**ROW, "chosen": [{"role": "assistant", "content": [3]}]}, "the chat template does not render it: "),
-        ({**ROW, "tools": [3]}, "tools: is no list of schemas"),
+        ({**ROW, "tools": [3]}, "`tools` holds what is no schema of a function"),
         ({**ROW, "chosen": ROW["rejected"]}, "chosen and rejected are the same conversation"),
         ({**ROW, "chosen": "apples " * 2000}, "the model reads 1024"),
     ],
@@ -257,10 +247,7 @@ def test_the_command_refuses_in_one_line_and_makes_no_folder(
     monkeypatch.chdir(tmp_path)
     run_folder(tmp_path / "equal", [[1, 1], [0, 0]])
     (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(ROW)}\nnot json\n")
-    write(tmp_path / "good.jsonl", [ROW])
+    write_lines(tmp_path / "good.jsonl", [ROW])
     (tmp_path / "r.yaml").write_text("reward_model: {source: pairs.jsonl}\nmodel: {device: cpu}\n")
-    assert main.run(["reward-model", "r.yaml", *changes]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    assert said in refused(capsys, "reward-model", "r.yaml", *changes)
     assert not (tmp_path / "runs").exists()

@@ -1,7 +1,6 @@
 """The warm start: demonstrations become trajectories, and a model is made from nothing."""
 
 import asyncio
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -13,14 +12,13 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from agentrl_envs.gsm8k.environment import Gsm8k
+from cli_help import quiet, refused
 from fakes import ScriptedEngine
 from paths import RECIPES
-from rich.console import Console
 
 from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
-from agentrl.cli import main
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError
 from agentrl.models.load import load_model, resolve, resolve_types
@@ -44,10 +42,6 @@ TEMPLATE = (RECIPES / "tiny_template.jinja").read_text()
 def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let run folders be made in a folder of the test."""
     monkeypatch.chdir(tmp_path)
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO(), width=200)
 
 
 def make_demonstrator(template: str = TEMPLATE) -> tuple[Demonstrator, Any]:
@@ -348,8 +342,5 @@ def test_an_environment_without_demonstrations_is_one_line(
 ) -> None:
     recipe = tmp_path / "sft.yaml"
     recipe.write_text(f"env: {{name: '{__name__}:{name}'}}\nsft: {{stages: [{{style: clean}}]}}\n")
-    assert main.run(["sft", str(recipe), "--out", str(tmp_path / "out")]) == 2
-    said = capsys.readouterr()
-    assert re.search(words, said.err)
-    assert said.err.count("\n") == 1
+    assert re.search(words, refused(capsys, "sft", str(recipe), "--out", str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()

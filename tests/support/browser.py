@@ -1,7 +1,6 @@
 """A headless Chromium, by the DevTools protocol."""
 
 import asyncio
-import base64
 import json
 import subprocess
 import threading
@@ -26,7 +25,6 @@ class Browser:
         self._count = 0
         command = [chromium, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None
         said = ""
         while "DevTools listening on " not in said:
             said = self._process.stderr.readline()
@@ -117,10 +115,6 @@ class Browser:
         )
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.send("Emulation.setEmulatedMedia", features=features)
-
-    def shot(self, path: Path) -> None:
-        """Write what is seen as a PNG."""
-        path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))
 
     def close(self) -> None:
         """End the browser."""

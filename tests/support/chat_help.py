@@ -75,7 +75,6 @@ def make_tokenizer(template: str, more: Iterable[str] = (), bos: str = "<s>", eo
 
 def trl_templates() -> dict[str, str]:
     spec = importlib.util.find_spec("trl")
-    assert spec is not None
     assert spec.submodule_search_locations
     folder = os.path.join(spec.submodule_search_locations[0], "chat_templates")
     return {Path(path).stem: Path(path).read_text("utf-8") for path in sorted(glob.glob(folder + "/*.jinja"))}

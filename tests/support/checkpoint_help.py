@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from tiny_models import qwen3
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.learner.optimizer import Optimizer
 
@@ -33,13 +33,8 @@ class Role:
 
 
 def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    torch.manual_seed(seed)
-    shape = {"hidden_size": 30, "intermediate_size": 42, "num_hidden_layers": 2, **changes}
-    config = Qwen3Config(
-        vocab_size=51, num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
-        initializer_range=0.2, **shape,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).to(dtype).eval()
+    shape = {"vocab_size": 51, "hidden_size": 30, "intermediate_size": 42, **changes}
+    return qwen3(seed, tie_word_embeddings=True, initializer_range=0.2, **shape).to(dtype)
 
 
 def learn(role: Role, seed: int) -> None:

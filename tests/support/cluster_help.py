@@ -77,7 +77,7 @@ class Probe(Worker):
     @register()
     def about(self) -> dict[str, Any]:
         return {
-            "rank_info": self.rank_info,
+            "place": (self.rank, self.world_size, self.node),
             "pid": os.getpid(),
             "folder": os.getcwd(),
             "said": self.said,

@@ -42,9 +42,7 @@ class Again(TrainWorker):
 
     @register(ONE_TO_ALL)
     def become(self, *arguments: Any) -> None:
-        rank_info = self.rank_info
         self.__dict__.clear()
-        self.rank_info = rank_info
         TrainWorker.__init__(self, *arguments)
 
 

@@ -173,9 +173,6 @@ class Hooks:
                 assert self.counts[plugin, "create", session] == 1, (plugin, session)
 
 
-Action = Callable[..., Any]
-
-
 async def _act(action: Any, *args: Any, **kwargs: Any) -> Any:
     """A value, an exception to raise, or a function, sync or async."""
     if isinstance(action, BaseException):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import qwen3
 
 from agentrl.compute.batch import Batch
 from agentrl.learner.learner import Learner
@@ -23,12 +23,7 @@ def alone(model: Any, recipe: Recipe) -> Any:
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, initializer_range=0.2,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config)
+    model = qwen3(vocab_size=VOCABULARY, tie_word_embeddings=True, initializer_range=0.2)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model

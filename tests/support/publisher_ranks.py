@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tiny_models import qwen3
 from torch.distributed.fsdp import fully_shard
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.models.lora import adapter_parameters, add_adapter
 from agentrl.recipe.schema import LoraSection
@@ -18,12 +18,7 @@ from agentrl.weights import Publisher
 
 def tiny(adapted: bool) -> Any:
     """67 ids: rows that two ranks cannot share evenly."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, initializer_range=0.2, tie_word_embeddings=True,
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
+    model = qwen3(vocab_size=67, initializer_range=0.2, tie_word_embeddings=True)
     if adapted:
         add_adapter(model, LoraSection(rank=2, alpha=4), "base")
         with torch.no_grad():

@@ -120,8 +120,12 @@ class StandIn:
             **{f"POST {path}": self._taken for path in UPDATE_PATHS if self.takes_weights},
         }
 
-    async def __aexit__(self, *error: object) -> None:
+    def go_on(self) -> None:
+        """End what hangs."""
         self._held.set()
+
+    async def __aexit__(self, *error: object) -> None:
+        self.go_on()
         await self._engine.close()
         await self._serving.__aexit__(None, None, None)
 

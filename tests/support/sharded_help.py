@@ -16,6 +16,8 @@ import torch.distributed as dist
 from learner_help import make_groups
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from vision_help import groups as seeing_groups
+from vision_help import save_seeing, seeing_model
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import _probe
@@ -55,13 +57,20 @@ LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
 @dataclass(frozen=True)
 class Scenario:
     """One training. sections: of the recipe. alone: what differs when one process does it. forks: samples of a group
-    have more in common than their prompt."""
+    have more in common than their prompt. sees: there are pictures."""
 
     folder: str = "tied"
     sections: dict[str, Any] = field(default_factory=dict)
     steps: int = 4
     alone: dict[str, Any] = field(default_factory=dict)
     forks: bool = False
+    sees: bool = False
+
+    def groups(self) -> Iterator[list[Group]]:
+        if not self.sees:
+            return batches(self.forks)
+        model = seeing_model()[0]
+        return (seeing_groups(model, seed) for seed in range(STEPS))
 
     def recipe(self, root: Path, alone: bool = False) -> Recipe:
         sections: dict[str, Any] = {
@@ -110,6 +119,35 @@ SCENARIOS = {
         alone={"model": {"compute": "same"}},
     ),
 }
+SCENARIOS |= {
+    f"seeing, {name}": Scenario("seeing", sections, 3, alone, sees=True)
+    for name, sections, alone in (
+        (
+            "critic",
+            {
+                "algorithm": {**KL, "advantage": "gae", "lam": 0.95},
+                "critic": {"lr": 1e-3},
+                "train": {"mini_batches": 2},
+            },
+            {},
+        ),
+        (
+            "adapter",
+            {"model": {"lora": {**LORA, "vision": True}, "checkpointing": True}, "algorithm": KL},
+            {"model": {"checkpointing": False}},
+        ),
+        (
+            "sequences",
+            {
+                "model": {"freeze": ["vision"]},
+                "cluster": {"sequence_parallel": 2},
+                "algorithm": {"advantage": "gae", "lam": 0.95},
+                "critic": {"lr": 1e-3},
+            },
+            {},
+        ),
+    )
+}
 
 
 ROW = _probe(60)
@@ -119,6 +157,7 @@ def make_folders(root: Path) -> None:
     for name, changes in FOLDERS.items():
         torch.manual_seed(0)
         save_folder(Qwen3ForCausalLM(Qwen3Config(**SMALL, **changes)), root / name)
+    save_seeing(root / "seeing")
 
 
 def save_folder(model: Any, folder: Path) -> None:
@@ -188,22 +227,22 @@ class There:
             self.critic = Dealt(Critic(recipe, made.forward, ranks, made.description), context, sharing)
 
 
-def train_here(recipe: Recipe, steps: int, forks: bool = False) -> dict[str, Any]:
+def train_here(recipe: Recipe, steps: int, groups: Iterator[list[Group]]) -> dict[str, Any]:
     torch.manual_seed(0)
     place = LocalRoles(recipe, load_model(recipe.model)[0])
-    return {**learned(recipe, place, steps, forks), **state_of(place.model, place.actor.optimizer)}
+    return {**learned(recipe, place, steps, groups), **state_of(place.model, place.actor.optimizer)}
 
 
-def train_there(recipe: Recipe, context: ParallelContext, steps: int, forks: bool) -> dict[str, Any]:
+def train_there(recipe: Recipe, context: ParallelContext, steps: int, groups: Iterator[list[Group]]) -> dict[str, Any]:
     torch.manual_seed(0)
     roles = There(recipe, context)
-    found = {**learned(recipe, roles, steps, forks), **state_of(roles.policy.model, roles.own.optimizer)}
+    found = {**learned(recipe, roles, steps, groups), **state_of(roles.policy.model, roles.own.optimizer)}
     return {**found, "description": roles.policy.description}
 
 
-def learned(recipe: Recipe, place: Any, steps: int, forks: bool) -> dict[str, Any]:
+def learned(recipe: Recipe, place: Any, steps: int, groups: Iterator[list[Group]]) -> dict[str, Any]:
     learner = Learner(recipe, place)
-    return {"metrics": [learner.learn(groups) for groups in islice(batches(forks), steps)]}
+    return {"metrics": [learner.learn(step) for step in islice(groups, steps)]}
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -242,7 +281,7 @@ def run_rank(rank: int, port: int, root: Path) -> None:
     cpu, found = torch.device("cpu"), {}
     for name, scenario in SCENARIOS.items():
         recipe = scenario.recipe(root)
-        found[name] = train_there(recipe, make_context(recipe.cluster, cpu), scenario.steps, scenario.forks)
+        found[name] = train_there(recipe, make_context(recipe.cluster, cpu), scenario.steps, scenario.groups())
     for question in QUESTIONS:
         found[question.__name__] = question(root)
     torch.save(found, root / f"rank{rank}.pt")

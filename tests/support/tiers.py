@@ -3,7 +3,7 @@
 TIERS = {
     "long": "takes a minute or more: learning curves over seeds, soaks, kills of whole runs; run by hand",
     "ray": "starts Ray",
-    "slow": "trains a whole run, or takes more than some seconds",
+    "slow": "trains a whole run, starts processes that compute, or takes a second or more",
     "sandbox": "runs code in bubblewrap",
     "browser": "opens a page in Chromium",
     "sglang": "needs a real SGLang server",

@@ -1,7 +1,7 @@
 """Small whole runs: the embedded model, its engine, real problems and the real calculator."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def records(folder: Path, name: str) -> list[dict[str, Any]]:

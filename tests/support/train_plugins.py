@@ -226,17 +226,6 @@ class Diary(Book):
         self._note("start")
 
 
-class Stuck(Book):
-    """Takes step 2 and does not come back."""
-
-    free = threading.Event()
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        super().log(step, metrics)
-        if step == 2:
-            self.free.wait()
-
-
 class Absent(Book):
     """Cannot start."""
 

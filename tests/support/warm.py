@@ -6,6 +6,7 @@ it is written, starts one by `subprocess`.
 
 import atexit
 import functools
+import gc
 import multiprocessing
 import multiprocessing.util
 import os
@@ -34,8 +35,10 @@ METHOD = "forkserver"
 IMPORTED = (
     "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.modeling_utils",
     "transformers.models.qwen3.modeling_qwen3", "agentrl.training.run", "agentrl.distributed.fsdp.build",
+    "agentrl.training.setup", "agentrl.engine.local.engine", "agentrl_envs.gsm8k.environment", "typer",
+    "renderers.base", "pandas",
 )  # fmt: skip
-"""Not Ray: its threads would not be there after the fork."""
+"""The last two by chat templates and by pyarrow. Not Ray: its threads would not be there after the fork."""
 _CONTEXT = multiprocessing.get_context(METHOD)
 _CONTEXT.set_forkserver_preload(list(IMPORTED))
 _FOLDER = multiprocessing.util.get_temp_dir()  # before a test makes another folder the one for temporary files
@@ -51,7 +54,12 @@ def _start() -> None:
 def on_ranks(work: Callable[..., None], *arguments: Any, size: int = 2) -> None:
     """work(rank, *arguments) in `size` processes; raises what one of them raises."""
     _start()
-    torch.multiprocessing.start_processes(work, arguments, nprocs=size, start_method=METHOD)
+    torch.multiprocessing.start_processes(_on_rank, (work, *arguments), nprocs=size, start_method=METHOD)
+
+
+def _on_rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
+    gc.freeze()
+    work(rank, *arguments)
 
 
 @functools.cache
@@ -139,6 +147,7 @@ class Python:
 
 
 def _become(files: tuple[str, str], words: list[str], cwd: str, env: dict[str, str], packages: Path | None) -> None:
+    gc.freeze()  # else each collection goes through all that is imported, and writes to, so copies, its pages
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which whoever started the tests under nohup ignores
     for number, file in enumerate(files, 1):
         opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -9,6 +9,7 @@ is `python -m MODULE ...` that starts its Rays so.
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -95,6 +96,7 @@ def _receive(client: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 def _become(asked: dict[str, Any], streams: list[int], inherited: list[Any]) -> None:
     """Be the worker; never returns."""
     code = 1
+    gc.freeze()  # as `warm._become`
     try:
         os.setsid()
         for thing in inherited:

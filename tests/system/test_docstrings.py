@@ -1,6 +1,7 @@
 """Hold every public class, function, method and dataclass field of the packages to a docstring."""
 
 import ast
+import functools
 from collections.abc import Iterator
 
 from paths import ROOT
@@ -9,11 +10,15 @@ FOLDERS = ("agentrl", "tools/agentrl_tools", "envs/agentrl_envs")
 RECORDS = {"NamedTuple", "TypedDict", "BaseModel", "dataclass"}
 """Bases and decorators of classes whose annotated names are fields."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-TREES = {
-    str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
-    for folder in FOLDERS
-    for path in sorted((ROOT / folder).rglob("*.py"))
-}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8"))
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
 
 
 def last_name(node: ast.expr) -> str:
@@ -21,24 +26,29 @@ def last_name(node: ast.expr) -> str:
     return ast.unparse(node).split("(")[0].split("[")[0].rpartition(".")[2]
 
 
+@functools.cache
 def classes() -> dict[str, tuple[set[str], set[str]]]:
     """Class name -> its bases, and its methods with a docstring; classes of one name are taken as one."""
     found: dict[str, tuple[set[str], set[str]]] = {}
-    for node in (node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for node in (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         bases, documented = found.setdefault(node.name, (set(), set()))
         bases |= {last_name(base) for base in node.bases} - {node.name}
         documented |= {each.name for each in node.body if isinstance(each, Function) and ast.get_docstring(each)}
     return found
 
 
-CLASSES = classes()
-CONTRACTS: set[str] = set().union(*(documented for bases, documented in CLASSES.values() if "Protocol" in bases))
+@functools.cache
+def contracts() -> set[str]:
+    """Names of the methods that some Protocol documents."""
+    return set().union(*(documented for bases, documented in classes().values() if "Protocol" in bases))
 
 
 def is_contract(method: str, bases: set[str]) -> bool:
     """Whether a base class, or some Protocol, documents the method: it is described there."""
-    known = [CLASSES[base] for base in bases if base in CLASSES]
-    return method in CONTRACTS or any(method in documented or is_contract(method, above) for above, documented in known)
+    known = [classes()[base] for base in bases if base in classes()]
+    return method in contracts() or any(
+        method in documented or is_contract(method, above) for above, documented in known
+    )
 
 
 def undocumented(body: list[ast.stmt], bases: frozenset[str] = frozenset()) -> Iterator[str]:
@@ -66,7 +76,7 @@ def undocumented_fields(node: ast.ClassDef) -> Iterator[str]:
 
 
 def test_what_is_public_is_documented() -> None:
-    found = {path: list(undocumented(tree.body)) for path, tree in TREES.items()}
+    found = {path: list(undocumented(tree.body)) for path, tree in trees().items()}
     assert {path: names for path, names in found.items() if names} == {}
 
 

@@ -1,6 +1,7 @@
 """Hold imports to one strict downward order, and modules to no circle: lazy and type-checking imports included."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,12 +23,18 @@ FACADE = "__init__.py"  # of agentrl itself: the names that it offers come from 
 SHIPPED = {"agentrl_tools", "agentrl_envs", "tools", "envs"}
 
 
+@functools.cache
+def import_nodes(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a module, at whatever depth."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of every import in a module of `package`, at whatever depth."""
-    for node in ast.walk(ast.parse(source)):
+    """Yield (line, dotted name) of every import in a module of `package`."""
+    for node in import_nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*base, *filter(None, [node.module])])
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)

@@ -8,6 +8,9 @@ import zipfile
 import pytest
 from paths import ROOT
 
+NOT_NEEDED = ("openai", "ray")
+"""Packages of which each takes most of a second to import, and which such a run uses nothing of."""
+
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
@@ -38,7 +41,8 @@ def run(unpacked, folder, *commands):
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
     code = (
         "import agentrl, shlex, sys; print(agentrl.__file__, file=sys.stderr); from agentrl.cli.main import run;"
-        "sys.exit(max(run(shlex.split(command)) for command in sys.argv[1:]))"
+        "code = max(run(shlex.split(command)) for command in sys.argv[1:]);"
+        f"print('imported:', [name for name in {NOT_NEEDED!r} if name in sys.modules]); sys.exit(code)"
     )
     command = [sys.executable, "-c", code, *commands]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -56,6 +60,7 @@ def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
     said = run(unpacked, empty, f"train gsm8k_tool {small}", "check gsm8k_ppo", "check text_game")
     assert (empty / "runs" / "gsm8k_tool-001" / "checkpoints" / "step_1" / "model.safetensors").is_file()
     assert '{"step": 1, ' in (empty / "runs" / "gsm8k_tool-001" / "metrics.jsonl").read_text()
+    assert said.endswith("imported: []\n")
     assert "advantage: gae" in said  # gsm8k_ppo extends another
     template = unpacked / "agentrl" / "recipes" / "tiny_template.jinja"
     assert f"chat_template: {template}" in said

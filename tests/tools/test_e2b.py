@@ -5,6 +5,7 @@ import base64
 import json
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,6 @@ class Service:
                 response = web.StreamResponse()
                 await response.prepare(request)
                 await response.write(b'{"type": "stdout", "text": "half", "timestamp": 0}\n')
-                assert request.transport is not None
                 request.transport.abort()
                 return response
             case "nonsense":
@@ -130,7 +130,6 @@ async def test_state_output_value_and_error(service: Service, kills: list[str]) 
         execution = await session.run("import sys\nprint('out')\nprint('err', file=sys.stderr)\nx + 1")
         assert (execution.stdout, execution.stderr, execution.value) == ("out\n", "err\n", "21")
         failed = await session.run("1 / 0")
-        assert failed.error is not None
         assert failed.error.startswith("Traceback")  # without its colours
         assert failed.error.endswith("ZeroDivisionError: division by zero")
         assert kills == []
@@ -142,6 +141,22 @@ async def test_images(service: Service, kills: list[str]) -> None:
         execution = await session.run("display(b'\\x89PNG\\r\\n\\x1a\\n1234')\n'value'")
         assert execution.images == (b"\x89PNG\r\n\x1a\n1234",)
         assert execution.value == "'value'"
+
+
+def test_images_of_the_services_results() -> None:
+    heard = backend._Heard()
+    png, jpeg = (base64.b64encode(data).decode() for data in (b"\x89PNG\r\n\x1a\n1", b"\xff\xd8\xff2"))
+    heard.results = [
+        SimpleNamespace(png=png, jpeg=None, text="Image", is_main_result=False),
+        SimpleNamespace(png=None, jpeg=jpeg, text="Image", is_main_result=True),
+        SimpleNamespace(png="a", jpeg=None, text="Image", is_main_result=False),
+        SimpleNamespace(png=None, jpeg=None, text="shown", is_main_result=False),
+    ]
+    found = heard.execution(Limits(), None, lost_before=False, seconds=0.0)
+    assert found.images == (b"\x89PNG\r\n\x1a\n1", b"\xff\xd8\xff2", b"a")
+    assert (found.stdout, found.value, found.cut) == ("shown\n", None, False)
+    few = heard.execution(Limits(images=1), None, lost_before=False, seconds=0.0)
+    assert (few.images, few.cut) == (found.images[:1], True)
 
 
 async def test_a_timeout_is_told_and_the_next_call_works(service: Service, kills: list[str]) -> None:

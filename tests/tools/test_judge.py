@@ -12,8 +12,10 @@ import pytest
 from agentrl_tools.rewards.judge import DEFAULT_PATTERN, Judge, ScoreReader, fill, read_template
 from aiohttp import web
 from serving import serving
+from vision_help import picture
 
 from agentrl import InfrastructureError, Sample, Task, UserError
+from agentrl.images import STORE
 
 Script = Callable[[int, dict[str, Any]], Any]
 
@@ -80,6 +82,20 @@ async def test_what_is_asked_and_how_it_is_scored(server: Server, monkeypatch: p
     system, user = body["messages"]
     assert system == {"role": "system", "content": "Be strict."}
     assert all(part in user["content"] for part in ("Capital?", "It is Paris", "Paris\n"))
+
+
+async def test_a_judge_that_sees_is_shown_the_pictures_of_the_conversation(server: Server) -> None:
+    seen = {"role": "user", "content": [{"type": "text", "text": "Which? "}, {"type": "image", "image": picture(1)}]}
+    asked = sample()
+    asked = Sample(asked.task, (seen, *asked.messages[1:]))
+    for images in (False, True):
+        made = judge(server, images=images)
+        assert await made.score(asked) == 1.0
+        await made.close()
+    told, (text, shown) = (body["messages"][0]["content"] for body in server.bodies)
+    assert text == {"type": "text", "text": told}
+    assert "Which? <image>" in told
+    assert STORE.put(shown["image_url"]["url"]) == STORE.put(picture(1))
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -182,6 +198,7 @@ async def test_replies_are_kept_by_all_that_was_asked(server: Server, tmp_path: 
     assert await again.score(sample("It is Oslo")) == 1.0
 
 
+@pytest.mark.slow
 async def test_two_processes_share_a_cache(server: Server, tmp_path: Path) -> None:
     program = """
 import asyncio, sys

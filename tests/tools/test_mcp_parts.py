@@ -1,6 +1,7 @@
 """What of the tool source `mcp` needs no running server, and what runs in event loops of its own."""
 
 import asyncio
+import base64
 import json
 from typing import Any
 
@@ -11,9 +12,11 @@ from mcp_help import STDIO, ask, offers
 from mcp_types import Tool as Offer
 from processes import alive
 from train_help import metrics, small
+from vision_help import file_of, picture
 
-from agentrl import ArgumentError, InfrastructureError, Tool
+from agentrl import ArgumentError, Tool
 from agentrl.errors import UserError
+from agentrl.images import STORE, ImageError
 
 
 @pytest.mark.parametrize(
@@ -134,6 +137,7 @@ def test_a_server_that_dies_again_and_again_does_not_stop_a_run(tmp_path):
     assert not any(line.get("stop/error") for line in written)
 
 
+@pytest.mark.slow
 def test_several_event_loops_one_after_another():
     made = McpSource(**STDIO, include=["add", "pid"])
 
@@ -153,12 +157,28 @@ def test_several_event_loops_one_after_another():
     assert not alive(two)
 
 
-async def test_an_image_that_is_none():
+async def test_what_a_result_may_hold():
     from agentrl_tools.mcp.source import response_of
-    from mcp_types import AudioContent, CallToolResult, ImageContent, ResourceLink
+    from mcp_types import (
+        AudioContent,
+        BlobResourceContents,
+        CallToolResult,
+        EmbeddedResource,
+        ImageContent,
+        ResourceLink,
+    )
 
-    with pytest.raises(InfrastructureError, match="not base64"):
-        response_of(CallToolResult(content=[ImageContent(type="image", data="%%%", mime_type="image/png")]))
+    data = base64.b64encode(file_of(picture(1), "JPEG")).decode()
+    blob = BlobResourceContents(uri="file:///a.jpg", mime_type="image/jpeg", blob=data)
+    shown = [
+        ImageContent(type="image", data="%%%", mime_type="image/png"),
+        ImageContent(type="image", data=data, mime_type="image/jpeg"),
+        EmbeddedResource(type="resource", resource=blob),
+    ]
+    broken, *good = response_of(CallToolResult(content=shown)).images
+    assert len({STORE.put(one) for one in good}) == 1
+    with pytest.raises(ImageError, match="not base64"):
+        STORE.put(broken)
     other = [
         AudioContent(type="audio", data="", mime_type="audio/wav"),
         ResourceLink(type="resource_link", name="log", uri="file:///log"),

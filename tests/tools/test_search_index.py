@@ -181,6 +181,7 @@ print(index.search(["word7"], 1)[0][0].document.title)
 """
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_the_same_time(tmp_path, cache):
     rows = [{"title": f"T{i}", "text": f"word{i} " * 5} for i in range(300)]
     corpus = write(tmp_path / "c.jsonl", rows)

@@ -227,6 +227,7 @@ async def test_a_cancelled_question_takes_nobody_with_it(server, search):
     assert [body["queries"] for body in server.asked] == [["q0", "q1", "q2", "q3"], ["q5"]]
 
 
+@pytest.mark.slow
 def test_several_event_loops_one_after_another(recwarn):
     """The server lives in a loop of its own thread, as a real one lives elsewhere."""
     import threading

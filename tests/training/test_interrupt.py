@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,24 +21,15 @@ pytestmark = pytest.mark.slow
 PATIENCE = 120.0  # seconds until a test gives up; no test asserts a time
 
 
-def words(folder: Path, **changes: object) -> list[str]:
-    """Of `agentrl train` on a run of 500 steps in `folder`/run, after `python`."""
+def start(folder: Path, first: str = "", apart: bool = False, **changes: object) -> Python:
+    """`agentrl train` on a run of 500 steps in `folder`/run, in a process that does `first` before it."""
     recipe = folder / "job.yaml"
     recipe.write_text(dump_recipe(small(folder / "run", **{"train__steps": 500, "eval__splits": [], **changes})))
-    return ["-m", "agentrl.cli.main", "train", str(recipe)]
+    code = f"{first}\nimport sys\nfrom agentrl.cli.main import main\nsys.argv[1:] = ['train', {str(recipe)!r}]\nmain()"
+    return Python(["-c", code], env={**os.environ, "AGENTRL_TEST_MARK": str(folder / "mark")}, apart=apart)
 
 
-def start(folder: Path, **changes: object) -> Python:
-    return Python(words(folder, **changes), env={**os.environ, "AGENTRL_TEST_MARK": str(folder / "mark")})
-
-
-def start_anew(folder: Path, stderr: int = subprocess.STDOUT, **changes: object) -> "subprocess.Popen[str]":
-    """In a new interpreter: with pipes that can close, and what it inherits."""
-    command = [sys.executable, *words(folder, **changes)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-
-
-def wait_for(process: "Python | subprocess.Popen[str]", what: Callable[[], bool]) -> None:
+def wait_for(process: Python, what: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE
     while not what():
         if process.poll() is not None:
@@ -90,18 +79,17 @@ def test_ctrl_c_twice_ends_at_once_even_when_a_tool_holds_the_event_loop(tmp_pat
 
 def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_step_saved(tmp_path: Path) -> None:
     """As `agentrl train ... | head` does."""
-    folder = tmp_path / "run"
-    process = start_anew(tmp_path, stderr=subprocess.PIPE)
+    folder, pipe = tmp_path / "run", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    opens = f"import os\nos.dup2(os.open({str(pipe)!r}, os.O_WRONLY), 1)"
+    process = start(tmp_path, opens, apart=True)
     try:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert any(line.startswith("step ") for line in process.stdout)
-        process.stdout.close()
-        said = process.stderr.read()
-        assert process.wait(timeout=PATIENCE) == 2, said
+        with pipe.open() as progress:
+            assert any(line.startswith("step ") for line in progress)
+        _, said = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
-        process.stderr.close()
+    assert process.returncode == 2, said
     done = metrics(folder)[-1]["step"]
     told = f"step {done} is saved, go on with: agentrl train --resume {folder}"
     assert said == f"error: stdout was closed, so nobody sees the progress of the run; {told}\n"
@@ -112,11 +100,8 @@ def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_st
 def test_a_terminal_that_closes_leaves_the_last_whole_step_saved(tmp_path: Path, ignored: bool) -> None:
     """Under `nohup`, which ignores the signal, the run goes on."""
     folder = tmp_path / "run"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-    try:
-        process = start_anew(tmp_path, train__steps=6) if ignored else start(tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    ignoring = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    process = start(tmp_path, ignoring, train__steps=6) if ignored else start(tmp_path)
     try:
         wait_for(process, lambda: (folder / "metrics.jsonl").exists() and len(metrics(folder)) > 2)
         process.send_signal(signal.SIGHUP)

@@ -10,6 +10,7 @@ import axe_core_python
 import pytest
 from browser import Browser
 from view_help import HOSTILE, embedded, group, journal, learned, run_folder, trajectory
+from vision_help import file_of, picture
 
 from agentrl.view.freeze import write_report
 from agentrl.view.server import Shown, serve
@@ -236,3 +237,19 @@ def test_the_frozen_page_shows_the_same_without_a_server(browser: Browser, tmp_p
     go(browser, "#samples", f"app.list.length === {kept}")
     assert browser.errors == []
     assert browser.evaluate("globalThis.owned") is None
+
+
+def test_the_frozen_page_shows_pictures(browser: Browser, tmp_path: Path) -> None:
+    key = "1" * 64
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / f"{key}.png").write_bytes(file_of(picture(1, 40, 30)))
+    parts = [{"type": "image", "image": key}] * 2
+    seen = trajectory("t", messages=({"role": "user", "content": parts}, {"role": "assistant", "content": "a"}))
+    journal(tmp_path).evaluation("test", 0, [group(seen)], lambda t: True)
+    page = write_report(tmp_path, "run")
+    browser.errors.clear()
+    browser.open(page.as_uri())
+    browser.until(READY)
+    go(browser, sample("eval_test_0.parquet", 0), "document.querySelectorAll('.chat img').length === 2")
+    browser.until("[...document.querySelectorAll('.chat img')].every((one) => one.naturalWidth === 40)")
+    assert browser.errors == []

@@ -1,11 +1,13 @@
 """`report.html`: what it holds, and how it holds what others wrote."""
 
+import base64
 import json
 import re
 from pathlib import Path
 
 import pytest
 from view_help import HOSTILE, embedded, group, journal, run_folder, trajectory
+from vision_help import file_of, picture
 
 from agentrl.view import freeze
 from agentrl.view.assets import MODULES, page_file
@@ -69,6 +71,27 @@ def test_it_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.Monke
     run = embedded(write_report(folder, "run"))["runs"][0]
     assert sum(len(json.dumps(sample)) for sample in run["samples"].values()) < 26_000
     assert len(run["samples"]) == sum(len(facts["at"]) for facts in run["index"].values())
+
+
+def test_it_holds_a_picture_once_however_many_messages_show_it(tmp_path: Path) -> None:
+    files = {f"{n:064x}": file_of(picture(n, 40, 30)) for n in (1, 2)}
+    (tmp_path / "images").mkdir()
+    for key, data in files.items():
+        (tmp_path / "images" / f"{key}.png").write_bytes(data)
+    parts = [{"type": "image", "image": key} for key in (*files, *files)]
+    messages = tuple({"role": role, "content": parts} for role in ("user", "assistant", "tool", "assistant"))
+    seen = [group(trajectory(f"t-{n}", messages=messages)) for n in range(3)]
+    journal(tmp_path).evaluation("test", 0, seen, lambda t: True)
+    page = write_report(tmp_path, "run")
+    (run,) = embedded(page)["runs"]
+    urls = {"data:image/png;base64," + base64.b64encode(data).decode() for data in files.values()}
+    assert set(run["images"].values()) == urls
+    assert all(page.read_text().count(url) == 1 for url in urls)
+    assert len(run["samples"]) == 3
+    for sample in run["samples"].values():
+        for message in sample["told"][0]["messages"]:
+            shown = [run["images"][part["image_url"]["kept"]] for part in message["content"]]
+            assert shown == [*sorted(urls, key=list(run["images"].values()).index)] * 2
 
 
 def test_damaged_files_and_a_run_that_had_just_begun_have_a_page_too(tmp_path: Path) -> None:

@@ -187,7 +187,6 @@ def test_memory_is_not_shared_with_a_container(monkeypatch):
         f"import socket, time; s = socket.create_server(('127.0.0.1', {port})); print(1, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", listen], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         assert same_host(f"http://127.0.0.1:{port}")
         ours = addresses._namespaces

@@ -119,7 +119,7 @@ async def test_nccl_serves_only_where_it_was_asked_for_and_all_have_gpus(
 ) -> None:
     opened: list[str] = []
 
-    async def open_group(servers: Any, backend: str, timeout: float, failures: Any) -> None:
+    async def open_group(servers: Any, backend: str, timeout: float, failures: Any, device: Any) -> None:
         opened.append(backend)
 
     monkeypatch.setattr(nccl, "open_group", open_group)
@@ -146,7 +146,7 @@ async def test_a_broadcast_that_hangs_is_given_up_before_nccl_ends_the_process(
         def abort(self) -> None:
             ended.set()
 
-    async def open_group(servers: Any, backend: str, timeout: float, failures: Any) -> Group:
+    async def open_group(servers: Any, backend: str, timeout: float, failures: Any, device: Any) -> Group:
         return Group("name", tuple(servers), Hanging(), None, backend)
 
     monkeypatch.setattr(nccl, "open_group", open_group)

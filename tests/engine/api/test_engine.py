@@ -1,6 +1,7 @@
 """The engine `openai` against a real HTTP server that speaks the chat completions API, on loopback."""
 
 import asyncio
+import base64
 import json
 from collections import Counter
 from random import Random
@@ -9,11 +10,13 @@ import pytest
 from aiohttp import web
 from fakes import TASK, Echo, Env
 from serving import serving
+from vision_help import picture
 
 import agentrl
 from agentrl.cli.main import run
 from agentrl.engine.api.engine import OpenAIEngine
 from agentrl.errors import UserError
+from agentrl.images import STORE
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import ToolResponse
 from agentrl.recipe.schema import EnvSection, Recipe, RolloutSection
@@ -112,15 +115,33 @@ async def test_arguments_that_are_no_json_go_back_to_the_model():
     assert t.reward == 1.0
 
 
-async def test_images_of_a_tool_are_sent_as_images():
-    script = scripted(completion(None, [("echo", "{}")]), completion("4"))
+@pytest.mark.parametrize("where", ["user", "tool"])
+async def test_images_are_sent_as_urls_and_those_of_tools_where_the_endpoint_takes_them(where):
+    script = scripted(completion(None, [("echo", "{}"), ("echo", "{}")]), completion("4"), completion("4"))
+    env = Env(create=[{"role": "user", "content": [{"type": "text", "text": "2+2?"}, part(picture(1))]}])
+    tools = [Echo(execute=ToolResponse("see", images=(picture(2), b"broken")))]
     async with Endpoint(script) as endpoint:
-        await drive(endpoint, tools=[Echo(execute=ToolResponse("see", images=(b"png",)))])
-    parts = endpoint.bodies[1]["messages"][2]["content"]
-    assert parts == [
-        {"type": "text", "text": "see"},
-        {"type": "image_url", "image_url": {"url": "data:image/png;base64,cG5n"}},
-    ]
+        t = await drive(endpoint, env, tools=tools, tool_images=where)
+    opening, _, *answers = endpoint.bodies[1]["messages"]
+    assert opening["content"] == [{"type": "text", "text": "2+2?"}, sent(picture(1))]
+    text = {"type": "text", "text": "see\n[image 2 cannot be shown: it is no image that can be read]"}
+    if where == "tool":
+        assert [(m["role"], m["content"]) for m in answers] == [("tool", [text, sent(picture(2))])] * 2
+    else:
+        note = {"type": "text", "text": "[images: 1, in the user's next message]"}
+        assert [(m["role"], m["content"]) for m in answers] == [
+            *[("tool", [text, note])] * 2, ("user", [sent(picture(2))] * 2),
+        ]  # fmt: skip
+    assert t.messages[2]["content"][1] == {"type": "image", "image": STORE.put(picture(2))}
+
+
+def part(image):
+    return {"type": "image", "image": image}
+
+
+def sent(image):
+    data = base64.b64encode(STORE.path(STORE.put(image)).read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
 async def test_a_busy_endpoint_is_asked_again_and_a_broken_one_fails_the_request():

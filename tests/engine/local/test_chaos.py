@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import NO_IDS, qwen3
 
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -16,13 +16,8 @@ VOCAB, CONTEXT = 61, 128
 
 @pytest.fixture
 def model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, max_position_embeddings=CONTEXT, initializer_range=0.3,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    return qwen3(vocab_size=VOCAB, max_position_embeddings=CONTEXT, initializer_range=0.3, **heads, **NO_IDS)
 
 
 def assert_greedy(model: Any, prompt: list[int], g: Generation) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import NO_IDS, qwen3
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -22,13 +22,7 @@ VOCAB = 61
 
 @pytest.fixture
 def model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=256, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return Qwen3ForCausalLM(config).eval()
+    return qwen3(vocab_size=VOCAB, max_position_embeddings=256, initializer_range=0.2, **NO_IDS)
 
 
 @pytest.fixture

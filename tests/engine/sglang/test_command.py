@@ -158,7 +158,6 @@ def test_servers_begin_at_the_devices_of_the_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "dtype"), [(None, "float32"), ("bfloat16", "bfloat16")])
 def test_servers_hold_the_weights_in_the_type_that_the_trainer_computes_in(given: str | None, dtype: str) -> None:
     plan = Settings(command="true").plan(SglangPlan, tiny()[0], "m", 4, None, dtype=given)
-    assert plan is not None
     words = plan.arguments(1, 0)
     assert words[words.index("--dtype") + 1] == dtype
 
@@ -181,7 +180,6 @@ def test_what_an_update_does_to_requests_is_named() -> None:
 def test_servers_on_other_machines_need_a_cluster_and_no_place_of_their_own(tmp_path: Path) -> None:
     args: dict[str, object] = {"command": "true", "servers": 2, "remote_nodes": 2}
     plan = settings_of(args).plan(SglangPlan, tiny()[0], "m", 4, None, "127.0.0.1:6379")
-    assert plan is not None
     assert plan.key, "another machine's server listens on a network"
     with pytest.raises(UserError, match=r"remote_nodes: other machines are those of a running Ray cluster"):
         settings_of(args).plan(SglangPlan, tiny()[0], "m", 4, None)

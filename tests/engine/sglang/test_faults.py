@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import time
 from array import array
 from collections import deque
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -125,6 +126,7 @@ async def test_a_server_with_other_weights_stays_out(parts: Any) -> None:
     assert not any("is back" in line for line in said)
 
 
+@pytest.mark.slow
 async def test_a_server_that_never_answers_is_left(parts: Any, expected: Generation) -> None:
     async def one(after: int) -> None:
         async with served(parts, ("hang", after), count=2, stall=3.0) as (engine, (first, second), said):
@@ -133,6 +135,21 @@ async def test_a_server_that_never_answers_is_left(parts: Any, expected: Generat
         assert any("no sign of life" in line and first.url in line for line in said)
 
     await asyncio.gather(one(0), one(3))
+
+
+async def test_a_loop_of_ours_that_stands_still_is_no_stall(
+    parts: Any, expected: Generation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plugin's code held up the event loop for longer than a server may be silent, while a request was in flight."""
+    monkeypatch.setattr("agentrl.engine.servers.fleet.LATE_SECONDS", 0.0)  # also where this machine is slow
+    async with served(parts, ("hang", 1), stall=1.0) as (engine, (server,), said):
+        made = asyncio.create_task(engine.generate(PROMPT, GREEDY, "x"))
+        await eventually(lambda: server.running == 1)
+        await asyncio.sleep(0.1)
+        time.sleep(1.5)
+        server.go_on()
+        same(await made, expected)
+    assert not any("taken out" in line for line in said), said
 
 
 async def test_no_server_is_left(parts: Any) -> None:

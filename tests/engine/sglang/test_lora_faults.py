@@ -16,6 +16,7 @@ from sglang_help import GREEDY, PROMPT, logprobs_of, tiny
 from agentrl.engine.base import EngineError, Generation
 from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, needs_of, why_merged
 from agentrl.engine.sglang.command import SglangPlan
+from agentrl.engine.sglang.identity import TOGETHER
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.models.load import load_skeleton
@@ -47,6 +48,7 @@ def check(made: Generation, versions: dict[int, Any]) -> None:
     assert set(each) <= set(versions)
 
 
+@pytest.mark.slow
 async def test_a_server_that_was_restarted_is_given_base_and_newest_adapter() -> None:
     model = adapted()
     stir(model, 1)
@@ -93,6 +95,7 @@ async def test_an_adapter_that_a_server_has_lost_is_not_silently_the_base() -> N
         assert any("never been loaded" in line for line in said)
 
 
+@pytest.mark.slow
 async def test_a_request_that_changes_servers_has_the_versions_of_both() -> None:
     model = adapted()
     stir(model, 1)
@@ -175,6 +178,17 @@ ROOM = AdapterRoom(True, 8, frozenset(("qkv_proj", "o_proj")))
         (AdapterNeeds(8, frozenset(("q_proj", "up_proj"))), ROOM, "u takes no adapters for gate_up_proj"),
         (AdapterNeeds(16, frozenset(("q_proj",))), ROOM, "u takes adapters up to rank 8"),
         (AdapterNeeds(8, frozenset(("q_proj",))), AdapterRoom(), "u takes no adapters"),
+        (
+            AdapterNeeds(8, frozenset(("up_proj",))),
+            AdapterRoom(True, together=TOGETHER),
+            "u takes no adapter for up_proj without one for gate_proj",
+        ),
+        (
+            AdapterNeeds(8, frozenset(("q_proj", "o_proj"))),
+            AdapterRoom(True, together=TOGETHER),
+            "u takes no adapter for q_proj without one for v_proj",
+        ),
+        (AdapterNeeds(8, frozenset(("gate_proj", "q_proj", "v_proj"))), AdapterRoom(True, together=TOGETHER), None),
         (AdapterNeeds(8, frozenset(("c_attn",))), ROOM, "servers have no adapters for c_attn"),
     ],
 )

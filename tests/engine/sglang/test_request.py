@@ -3,13 +3,16 @@
 import json
 import random
 from array import array
+from itertools import groupby
+from typing import Any
 
+import numpy as np
 import pytest
 
-from agentrl.engine.base import EngineError, Generation, GenerationFinish
-from agentrl.engine.servers.answer import Answer
+from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.servers.answer import INTERVAL, STREAM_INTERVAL, Answer, Features
 from agentrl.engine.servers.client import ServerError
-from agentrl.engine.sglang.wire import Reader
+from agentrl.engine.sglang.wire import Reader, request_body
 from agentrl.plugins.types import Task
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trajectory import check_invariants
@@ -44,6 +47,38 @@ def test_versions_that_do_not_match_the_ids_are_an_engine_error() -> None:
         made.add_sampled(generation([4, 5], [1, 1, 1]))
     assert made.ids.tolist() == [1, 2, 3]  # nothing of it is kept
     assert not made.versions
+
+
+def test_versions_in_any_order_are_kept_as_runs() -> None:
+    chance = random.Random(0)
+    for count in (1, 2, 7, 300):
+        versions = [chance.randrange(3) for _ in range(count)]
+        made = request()
+        made.add_sampled(generation(list(range(count)), versions))
+        runs = [(version, len(list(run))) for version, run in groupby(versions)]
+        assert list(zip(made.versions, made.version_counts, strict=True)) == runs
+        assert made.trajectory().weight_version[3:].tolist() == versions
+
+
+def test_an_answer_of_several_weights_names_those_of_each_id() -> None:
+    answer = Answer(list(range(6)), array("d", [-1.0] * 6), [(3, 2), (4, 1), (3, 3)])
+    assert answer.generation(GenerationFinish.STOP, 9).weight_version == [3, 3, 4, 3, 3, 3]
+    assert Answer().generation(GenerationFinish.ABORT, 9).weight_version == 9
+
+
+@pytest.mark.parametrize(
+    ("incremental", "interval", "expected"),
+    [
+        (True, INTERVAL, INTERVAL),
+        (True, STREAM_INTERVAL, STREAM_INTERVAL),
+        (False, INTERVAL, 500),
+        (False, STREAM_INTERVAL, 63),
+    ],
+)
+def test_pieces_are_few_where_each_repeats_those_before_it(incremental: bool, interval: int, expected: int) -> None:
+    ids = np.array([5, 6, 7], np.int32)
+    body: Any = request_body(ids, Sampling(4000), 4000, "r", Features(incremental=incremental), None, interval)
+    assert body["sampling_params"]["stream_interval"] == expected
 
 
 def piece_of(ids: list[object], logprobs: list[object], total: int) -> bytes:

@@ -159,6 +159,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
     until(lambda: not alive(pids(ids)[0]))
 
 
+@pytest.mark.slow
 def test_it_does_not_outlive_a_run_that_is_killed(tmp_path: Path) -> None:
     _, ids = fake(tmp_path)
     run = tmp_path / "run.py"
@@ -247,7 +248,6 @@ async def test_a_server_on_a_network_answers_nobody_without_its_key(engine: Sgla
              ("/update_weights_from_disk", {"model_path": "/nowhere"}), ("/pause_generation", {}),
              ("/load_lora_adapter_from_tensors", {}), ("/init_weights_update_group", {})]  # fmt: skip
     key = engine._fleet._sessions.key
-    assert key is not None
     for tried in (None, "", key[:-1], key + "0"):
         async with aiohttp.ClientSession(headers=authorization(tried)) as session:
             for path, body in calls:
@@ -276,7 +276,6 @@ async def test_one_of_two_real_servers_is_killed_in_mid_run(
         begun = member.last_seen
         while not (member.calls and member.last_seen > begun):
             await asyncio.sleep(0.01)
-        assert launched._tree is not None
         kill_schedulers(launched._tree.pid)
         made = await asyncio.gather(*work)
     finally:
@@ -310,7 +309,6 @@ async def test_two_real_servers_one_killed_in_mid_update(
 
         def kill(i: int) -> None:
             if i == 20:
-                assert launched._tree is not None
                 kill_schedulers(launched._tree.pid)
 
         done = await channel.publish(32, Weights(ModelWeights(last), before=kill))

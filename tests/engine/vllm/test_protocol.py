@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import json
+import random
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -280,6 +281,39 @@ def test_a_clamped_logprob_is_a_missing_one(value: float) -> None:
     assert answer.ids == []
 
 
+def test_log_probs_are_read_to_the_last_digit() -> None:
+    chance = random.Random(0)
+    values = [-chance.expovariate(0.5) for _ in range(500)] + [-5e-324, -9998.999999999998, 0.0, -0.0, -1]
+    given = json.loads(piece(list(range(len(values)))))
+    for entry, value in zip(given["choices"][0]["logprobs"]["content"], values, strict=True):
+        entry |= {"logprob": value, "rank": 1, "top_logprobs": [{"token_id": 7, "logprob": -9.0, "rank": 1}]}
+    answer = Answer()
+    VllmReader(answer, "u", 0).add(json.dumps(given).encode())
+    assert answer.logprobs.tolist() == values
+    assert answer.ids == list(range(len(values)))
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"token_id": 4, "logprob": -1.0}, r"id 3 came with the log-prob \{'token_id': 4"),
+        ({"token_id": 3, "logprob": float("nan")}, r"id 3 came with the log-prob \{'token_id': 3, 'logprob': nan"),
+        ({"token_id": 3, "logprob": None}, "id 3 came with the log-prob"),
+        ({"token_id": 3, "logprob": "-1.0"}, "id 3 came with the log-prob"),
+        ({"token_id": 3}, "id 3 came with the log-prob"),
+        (None, "id 3 came with the log-prob None"),
+    ],
+)
+def test_what_is_no_log_prob_of_an_id_is_malformed(entry: Any, said: str) -> None:
+    given = json.loads(piece([2, 3]))
+    given["choices"][0]["logprobs"]["content"][1] = entry
+    answer = Answer()
+    reader = VllmReader(answer, "http://s", 1)
+    with pytest.raises(EngineError, match=f"the answer is malformed: {said}"):
+        reader.add(json.dumps(given).encode())
+    assert answer.ids == []
+
+
 def test_an_adapter_keeps_its_version() -> None:
     answer = Answer()
     reader = VllmReader(answer, "http://s", 4, fixed=True)
@@ -377,7 +411,7 @@ async def test_the_guard(monkeypatch: pytest.MonkeyPatch, path: str, headers: An
 
 
 async def test_the_calls_of_the_transfer_engines(parts: Any) -> None:
-    """By the protocol alone: neither engine runs without a GPU."""
+    """Their order and their fields; that the bytes arrive: tests/weights/test_vllm_transfer.py."""
     import aiohttp
 
     async with VllmStandIn(*parts) as server, aiohttp.ClientSession() as session:
@@ -389,8 +423,8 @@ async def test_the_calls_of_the_transfer_engines(parts: Any) -> None:
         await remote.load_broadcast(layout, "g", flush=True)
         await remote.end()
         await remote.leave_group("g")
-        await remote.open_handles()
-        await remote.load_handles(layout, [{"GPU-1": (1, 2)}], flush=False)
+        await remote.open_packed()
+        await remote.load_packed(layout, (0, 1, 2, 3, 4, 5, "GPU-1", b"handle"), flush=False)
     names = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
     paths, bodies = zip(*server.posted, strict=True)
     assert paths == (
@@ -401,4 +435,6 @@ async def test_the_calls_of_the_transfer_engines(parts: Any) -> None:
     info = bodies[1]["init_info"]
     assert (info["rank_offset"], info["world_size"]) == (1, 3)
     assert bodies[3] == {"update_info": names}
-    assert {k: v for k, v in bodies[8]["update_info"].items() if k != "ipc_handles_pickled"} == names
+    assert {k: v for k, v in bodies[8]["update_info"].items() if k != "ipc_handles_pickled"} == {
+        **names, "tensor_sizes": [12],
+    }  # fmt: skip

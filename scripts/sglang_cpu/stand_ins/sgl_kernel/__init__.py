@@ -37,6 +37,14 @@ if not torch.accelerator.is_available():
     multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")
 
 
+_LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
+for _name in (
+    "fused_sigmoid_mul", "fused_qk_gemma_rmsnorm", "fused_qk_gemma_rmsnorm_with_gate",
+    "fused_qkvzba_split_reshape_cat_contiguous",
+):  # fmt: skip
+    _LIBRARY.define(_name + "_cpu(Tensor given) -> Tensor")  # looked up where Qwen's models that see are imported
+
+
 def assign_req_to_token_pool_cpu(
     rows: torch.Tensor,
     table: torch.Tensor,

@@ -94,8 +94,8 @@ class Client:
         """Raise ServerError where it gives no sign of life: no connection, or an error of its own (5xx) to a GET.
         LateError: none within `timeout` seconds.
 
-        It is asked in a thread, which waits in the kernel: an answer that came in time is not late because our event loop
-        stood still.
+        It is asked in a thread, which waits in the kernel: an event loop of ours that stands still does not make an
+        answer late.
         """
         await in_thread(self._check_answers, path, timeout)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
-from agentrl.cluster.placement import Placement
+from agentrl.cluster.placement import Placement, place
 from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, unseen
 from agentrl.data.sampler import TaskSampler
-from agentrl.engine.base import Engine, engine_class
+from agentrl.engine.base import Engine, engine_class, launched_by
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
 from agentrl.images import STORE, ImageLimits
@@ -25,7 +25,7 @@ from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, 
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import ClusterSection, Recipe
 from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
@@ -80,8 +80,8 @@ class Player:
         env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
         engine has to say as it starts, in lines that stay, and what it does right now. apart: the model is trained in
         other processes, which give the engine its weights: here it has no adapter, and weights only where the engine
-        computes with them. placement: the devices of the engine, and of a model that it computes with here. Sets
-        torch's seed and, where the recipe says so, its threads.
+        computes with them. placement: the devices of the engine, and of a model that it computes with here; None: of a
+        run in this process, without `cluster`. Sets torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
         STORE.limits = ImageLimits(recipe.rollout.max_image_pixels, recipe.rollout.max_image_bytes)
@@ -120,7 +120,7 @@ class Player:
             engine = make_message_engine(recipe.engine)
             await engine.health()
             return cls(recipe, env, toolbox, rewards, None, None, engine.chat, engine)
-        section = recipe.model
+        placement, section = placement or placed_alone(recipe), recipe.model
         if model_path is not None:
             section = section.model_copy(update={"path": model_path, "lora": None})
         if apart:
@@ -273,6 +273,16 @@ class _Bounded:
             leave_behind(task)
             raise TimeoutError(f"it does not end within {CLOSE_SECONDS:g} s")
         task.result()
+
+
+def placed_alone(recipe: Recipe) -> Placement | None:
+    """Return the devices of this process and of the servers that it launches. None: there are too few for each to have
+    its own, and servers share those that there are. Raises UserError for flags of servers that should be numbers."""
+    import torch
+
+    here = torch.cuda.device_count()
+    found = place(recipe.changed(cluster=ClusterSection()), launched_by(recipe.engine), here)
+    return None if found.lacking(here) else found
 
 
 def prepare_torch(recipe: Recipe) -> None:

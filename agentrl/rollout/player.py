@@ -14,8 +14,8 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
-from agentrl.images import STORE, ImageLimits, in_image_thread
-from agentrl.models.image_input import check_sight
+from agentrl.images import in_image_thread
+from agentrl.models.image_input import check_sight, limit_images
 from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent
 from agentrl.plugins.agent_process import agent_of_recipe
@@ -84,7 +84,7 @@ class Player:
         torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
-        STORE.limits = ImageLimits(recipe.rollout.max_image_pixels, recipe.rollout.max_image_bytes)
+        limit_images(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
         agent = agent_of_recipe(recipe.agent) if recipe.agent is not None else None

@@ -106,13 +106,17 @@ async def test_every_picture_stands_where_it_was_shown(parts):
     assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
 
 
-async def test_broken_pictures_of_a_tool_are_told_in_words(parts):
-    env = Gallery([], [b"broken", picture(2), "/no/file.png"])
+async def test_broken_pictures_of_a_tool_are_told_in_words(parts, tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    env = Gallery([], [b"broken", picture(2), "/no/file.png", str(tmp_path / "text.png")])
     t, _ = await drive(parts[1], env, [CALL, "a"])
     assert (t.failure, len(t.images)) == (None, 1)
     text = t.messages[2]["content"][0]["text"]
     assert "[image 1 cannot be shown: it is no image that can be read]" in text
     assert "[image 3 cannot be shown: its file /no/file.png cannot be read" in text
+    assert f"[image 4 cannot be shown: it is no image that can be read ({tmp_path}/text.png)]" in text
+    with pytest.raises(ImageError, match="its path is empty"):
+        STORE.put("")
     assert t.tool_uses[0].error.startswith("tool: image 1: ")
 
 

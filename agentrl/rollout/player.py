@@ -6,16 +6,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.chat.base import Chat
+from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement, place
-from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, unseen
+from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, showable, unseen
 from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class, launched_by
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
-from agentrl.images import STORE, ImageLimits
-from agentrl.models.image_input import check_sight
+from agentrl.images import in_image_thread
+from agentrl.models.image_input import check_sight, limit_images
 from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent
 from agentrl.plugins.agent_process import agent_of_recipe
@@ -84,7 +84,7 @@ class Player:
         run in this process, without `cluster`. Sets torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
-        STORE.limits = ImageLimits(recipe.rollout.max_image_pixels, recipe.rollout.max_image_bytes)
+        limit_images(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
         agent = agent_of_recipe(recipe.agent) if recipe.agent is not None else None
@@ -174,13 +174,22 @@ class Player:
         images = self.recipe.rollout.max_images
         return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, most, images)
 
-    def unseen(self, task: Task) -> str | None:
+    async def unseen(self, task: Task) -> str | None:
         """Return why an image of a task's opening cannot be shown; None: all of them can."""
-        return unseen(self.env, self.chat, task)
+        return await in_image_thread(unseen, self.env, self.chat, task) if self.sees else None
 
-    def draw(self, sampler: TaskSampler, tasks: Sequence[Task]) -> int:
-        """Return the index of the next task whose images can be shown. Raises UserError: no task is left."""
-        return drawn(sampler, self.env, self.chat, tasks)
+    async def draw(self, sampler: TaskSampler, tasks: Sequence[Task], count: int) -> list[int]:
+        """Return the indices of the next `count` tasks whose images can be shown. Raises UserError: no task is left."""
+        return await drawn(sampler, self.env, self.chat, tasks, count)
+
+    @property
+    def sees(self) -> bool:
+        """Whether images are shown."""
+        return isinstance(self.chat, Seeing)
+
+    async def showable(self, sampler: TaskSampler, tasks: Sequence[Task], index: int) -> bool:
+        """Return whether the images of a task that was drawn can be shown: see `agentrl.data.prompts`."""
+        return await showable(sampler, self.env, self.chat, tasks, index)
 
     async def play(
         self,

@@ -180,7 +180,7 @@ async def test_a_pipeline_is_sent_nothing_since_its_stages_load_at_other_times(
     transport: str, session: Any, tmp_path: Path
 ) -> None:
     async with Pipeline() as server:
-        with pytest.raises(WeightUpdateError, match="before all stages of its pipeline loaded: use tp-size"):
+        with pytest.raises(WeightUpdateError, match="before all stages of its pipeline have loaded: use tp-size"):
             await open_channel([server.url], session, folder=tmp_path, transport=transport)
     assert server.calls == ["/server_info"]
 

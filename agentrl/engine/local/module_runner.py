@@ -140,7 +140,7 @@ class ModuleRunner(CachedRunner):
         return logits
 
     @contextmanager
-    def _recorded(self, view: "_SlotView") -> Iterator[None]:
+    def _recorded(self, view: Any) -> Iterator[None]:
         """Store what the routers choose in the block for the queries of a call, where that is asked for."""
         if self.routing is None:
             yield

@@ -7,6 +7,7 @@ import adapter_plugins
 import pytest
 from adapter_plugins import EVENTS, ROWS
 from agentrl_envs.object.environment import ObjectEnvironment
+from processes import eventually
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_environment
@@ -180,10 +181,7 @@ async def test_a_call_that_hangs_is_answered_in_time_and_its_object_closed_after
     played = await stage.play(env.tasks("train")[0], lambda _: [call("hang"), "done"])
     assert "did not answer within" in told(played)[0]
     assert played.failure is None
-    for _ in range(100):
-        if EVENTS["closed"]:
-            break
-        await asyncio.sleep(0.02)
+    await eventually(lambda: EVENTS["closed"])
     assert EVENTS == {"made": 1, "hung": 1, "closed": 1}, "an object in unknown state is not used again"
     await env.close()
 

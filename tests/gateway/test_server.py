@@ -5,7 +5,7 @@ import base64
 import io
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from itertools import groupby
 from typing import Any
 
@@ -16,6 +16,7 @@ from anthropic import BadRequestError as AnthropicBadRequest
 from openai import AsyncOpenAI
 from openai import BadRequestError as OpenAIBadRequest
 from PIL import Image
+from processes import eventually
 from vision_help import picture
 
 from agentrl.chat.base import Said
@@ -472,7 +473,7 @@ async def test_text_comes_while_it_is_sampled(message: Any, spoken: Any, hear: A
     """Each piece is waited for before the next one is sampled; what is left comes with the end."""
     endpoint = Scripted(message)
     endpoint.spoken, texts, came = spoken, {"content": "", "reasoning": ""}, 0
-    async with served(endpoint) as (url, key), asyncio.timeout(10):
+    async with served(endpoint) as (url, key), asyncio.timeout(60):
         async for kind, text in hear(url, key):
             texts[kind] = texts.get(kind, "") + text
             if came < len(spoken) and texts[spoken[came][0]].endswith(spoken[came][1]):
@@ -496,7 +497,7 @@ async def test_an_answer_that_is_another_than_was_sent_ends_in_an_error() -> Non
         session.post(f"{url}/v1/messages", json=body) as response,
     ):
         text = ""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while "Another" not in text:
                 text += (await response.content.readany()).decode()
         endpoint.heard.set()
@@ -510,9 +511,8 @@ async def test_a_client_that_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     async with served(endpoint) as (url, key):
         for stream in (False, True):
             async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
-                with suppress(TimeoutError):
-                    await left(session, url, stream)
-        async with asyncio.timeout(5):
+                await left(endpoint, session, url, stream)
+        async with asyncio.timeout(60):
             while len(endpoint.losses) < 2:
                 await asyncio.sleep(0.01)
     assert sorted(endpoint.losses) == ["t-1", "t-2"]
@@ -524,22 +524,29 @@ async def test_a_client_that_leaves_in_the_middle_of_a_text_is_noticed(monkeypat
     endpoint.spoken = [("content", "Hello"), ("content", ", you")]
     async with served(endpoint) as (url, key):
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
-            await left(session, url, True)
+            await left(endpoint, session, url, True)
         endpoint.heard.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(endpoint.losses) < 1:
                 endpoint.heard.set()
                 await asyncio.sleep(0.01)
     assert endpoint.losses == ["t-1"]
 
 
-async def left(session: aiohttp.ClientSession, url: str, stream: bool) -> None:
-    """Close the connection before the answer, or in the middle of a stream."""
-    body = {"messages": [], "stream": stream}
-    patience = aiohttp.ClientTimeout(total=None if stream else 0.1)
-    async with session.post(f"{url}/v1/chat/completions", json=body, timeout=patience) as response:
-        await response.content.read(4)
-        response.close()
+async def left(endpoint: Scripted, session: aiohttp.ClientSession, url: str, stream: bool) -> None:
+    """Close the connection once the call is there and before its answer, or in the middle of a stream."""
+    before = len(endpoint.calls)
+
+    async def post() -> None:
+        async with session.post(f"{url}/v1/chat/completions", json={"messages": [], "stream": stream}) as response:
+            await response.content.read(4)
+            response.close()
+
+    work = asyncio.ensure_future(post())
+    if not stream:
+        await eventually(lambda: len(endpoint.calls) > before)
+        work.cancel()
+    await asyncio.gather(work, return_exceptions=not stream)
 
 
 async def test_the_end_of_a_rollout_ends_its_calls() -> None:
@@ -552,11 +559,11 @@ async def test_the_end_of_a_rollout_ends_its_calls() -> None:
             work = asyncio.ensure_future(
                 openai.chat.completions.create(model="any", messages=[{"role": "user", "content": "hi"}])
             )
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while not endpoint.calls:
                     await asyncio.sleep(0.01)
         with pytest.raises(Exception, match="the rollout is over"):
-            await asyncio.wait_for(work, 5)
+            await asyncio.wait_for(work, 60)
         await openai.close()
     finally:
         await gateway.close()

@@ -265,7 +265,7 @@ async def test_an_async_function_runs_concurrently(session):
         await inside.wait()
         return "met"
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert await asyncio.gather(*(wait.execute(session) for _ in range(8))) == ["met"] * 8
 
 
@@ -275,12 +275,12 @@ async def test_a_thread_keeps_the_loop_free_and_many_wait_at_once(session):
     @tool(thread=True)
     def wait() -> str:
         """Wait for the others."""
-        together.wait(10)
+        together.wait(60)
         return threading.current_thread().name
 
     names = asyncio.gather(*(wait.execute(session) for _ in range(64)))
     await asyncio.sleep(0)  # the calls begin; the loop itself is the last to arrive
-    await asyncio.to_thread(together.wait, 10)
+    await asyncio.to_thread(together.wait, 60)
     assert len(set(await names)) == 64
     await wait.close()
     await wait.close()

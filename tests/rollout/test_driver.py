@@ -128,14 +128,14 @@ async def test_when_it_waited_for_whom_is_known():
 
 
 async def test_the_deadline_of_a_turn_keeps_what_was_sampled():
-    engine = ScriptedEngine(["x" * 50], seconds=5)
-    t = await drive(make_driver(engine, turn_timeout=0.02))
+    engine = ScriptedEngine(["x" * 50], seconds=60)
+    t = await drive(make_driver(engine, turn_timeout=0.3))
     assert (t.finish, t.sampled_tokens, t.reward) == (FinishReason.TIMEOUT, 25, 1.0)
     assert t.messages[-1] == {"role": "assistant", "content": "x" * 25}
 
 
 async def test_the_deadline_of_the_request_ends_a_turn_too():
-    t = await drive(make_driver(ScriptedEngine(["x" * 50], seconds=60), timeout=0.02))
+    t = await drive(make_driver(ScriptedEngine(["x" * 50], seconds=60), timeout=0.3))
     assert (t.finish, t.sampled_tokens) == (FinishReason.TIMEOUT, 25)
 
 
@@ -143,14 +143,14 @@ async def test_the_deadline_of_the_request_ends_a_slow_tool():
     async def slow(session, **_):
         await asyncio.sleep(60)
 
-    t = await drive(make_driver([call("echo")], tools=[Echo(execute=slow)], timeout=0.05))
+    t = await drive(make_driver([call("echo")], tools=[Echo(execute=slow)], timeout=0.3))
     assert t.finish is FinishReason.TIMEOUT
     assert t.tool_uses[0].error.startswith("tool: ")
 
 
 async def test_the_deadline_of_the_request_counts_all_turns():
-    engine = ScriptedEngine(lambda *_: call("echo"), seconds=0.01)
-    t = await drive(make_driver(engine, tools=[Echo()], timeout=0.05, max_turns=1000, max_tool_calls=1000))
+    engine = ScriptedEngine(lambda *_: call("echo"), seconds=0.05)
+    t = await drive(make_driver(engine, tools=[Echo()], timeout=0.3, max_turns=1000, max_tool_calls=1000))
     assert t.finish is FinishReason.TIMEOUT
     assert 1 <= len(t.turns) < 10
 

@@ -1,9 +1,7 @@
 """The reward model: packed scores are those of single sequences, and every misfit is one clear line."""
 
 import asyncio
-import os
-import socket
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_help import save_tokenizer
+from meeting import meet
+from processes import eventually
 from transformers import (
     AutoTokenizer,
     BertConfig,
@@ -161,16 +161,14 @@ def test_a_rank_without_samples_keeps_up_with_the_others() -> None:
         assert len(calls) == 4
 
 
-def score_as_one_of_two(rank: int, root: Path, port: int) -> None:
+def score_as_one_of_two(rank: int, root: Path) -> None:
     """A gloo rank that scores its part of the batch by a sharded reward model."""
     from agentrl.compute.micro_batches import TorchProcessGroup
     from agentrl.distributed.fsdp.build import build_reward_model
     from agentrl.distributed.fsdp.mesh import make_context
     from agentrl.recipe.schema import ClusterSection
 
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    meet(rank, root / "meeting")
     found = {}
     for family in FAMILIES:
         recipe = make_recipe(str(root / family)).model_copy(update={"train": TrainSection(micro_batch_tokens=40)})
@@ -196,10 +194,7 @@ FAMILIES = ("qwen3", "bert")
 def test_sharded_over_two_ranks_it_scores_alike(tmp_path: Path) -> None:
     for family in FAMILIES:
         saved(tmp_path / family, make_classifier(family, pad_token_id=7))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    on_ranks(score_as_one_of_two, tmp_path, port)
+    on_ranks(score_as_one_of_two, tmp_path)
     found = torch.load(tmp_path / "found.pt", weights_only=False)
     for (family, _), scores in found.items():
         wanted = separate(make_classifier(family, pad_token_id=7), rows_of(SHAPES)[0])
@@ -349,10 +344,11 @@ def as_ids(one: Sample) -> np.ndarray:
 
 def test_groups_that_wait_are_scored_together_and_fail_alone() -> None:
     calls: list[int] = []
+    go_on = threading.Event()
 
     def first_ids(batch: Batch) -> np.ndarray:
         calls.append(len(batch))
-        time.sleep(0.2)
+        assert go_on.wait(60)
         return batch.tokens["ids"][batch.offsets[:-1]].astype(np.float32)
 
     reward = ModelReward(as_ids, first_ids)
@@ -360,11 +356,12 @@ def test_groups_that_wait_are_scored_together_and_fail_alone() -> None:
     async def all_of_them() -> list[Any]:
         waiting = [asyncio.create_task(reward.score([sample([i, 1]), sample([i + 10])])) for i in range(4)]
         waiting.append(asyncio.create_task(reward.score([sample()])))
-        await asyncio.sleep(0.02)
+        await eventually(lambda: calls)
         gone = asyncio.create_task(reward.score([sample([99])]))
         waiting.append(asyncio.create_task(reward.score([sample([50])])))
         await asyncio.sleep(0.001)
         gone.cancel()
+        go_on.set()
         async with asyncio.timeout(60):
             return await asyncio.gather(*waiting, return_exceptions=True)
 

@@ -96,12 +96,12 @@ async def test_groups_whose_samples_failed_are_replaced() -> None:
 
 async def test_over_sampled_it_stops_when_enough_are_whole_and_names_what_it_abandoned() -> None:
     async def slow(session: Session) -> float:
-        await asyncio.sleep(30 if session.task.id in ("t1", "t2") else 0)
+        if session.task.id in ("t1", "t2"):
+            await asyncio.Event().wait()
         return 1.0
 
-    start = time.monotonic()
-    played = await play(4, ahead=2, most=6, reward=slow, keep=None)
-    assert time.monotonic() - start < 20
+    async with asyncio.timeout(60):
+        played = await play(4, ahead=2, most=6, reward=slow, keep=None)
     assert played.kept() == ["t0", "t3", "t4", "t5"]
     assert played.chosen.abandoned == [1, 2]
     assert played.hooks.total("env", "create") == played.hooks.total("env", "release") == 12
@@ -218,7 +218,7 @@ async def test_a_filter_takes_arguments_of_its_own() -> None:
     ],
 )
 async def test_what_a_filter_does_wrong_is_one_line(name: str, told: str) -> None:
-    judge = GroupFilter(FilterSection(name=f"{__name__}:{name}"), 0.05)
+    judge = GroupFilter(FilterSection(name=f"{__name__}:{name}"), 0.05 if name == "hangs" else 60.0)
     with pytest.raises(UserError, match=f"algorithm.filter '{__name__}:{name}' {told}"):
         await judge.keeps(GROUP)
 

@@ -115,7 +115,7 @@ async def test_the_embedded_model_answers_until_it_is_told_to_end() -> None:
     lines: list[str] = []
     recipe = Recipe(rewards=RewardsSection(weights={"of_a_tool": 2.0}))
     work = asyncio.create_task(serve(recipe, None, "127.0.0.1", 0, "mine", lines.append))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not any(line.startswith("API key") for line in lines):
             await asyncio.sleep(0.05)
             assert not work.done(), work.result()
@@ -124,4 +124,4 @@ async def test_the_embedded_model_answers_until_it_is_told_to_end() -> None:
         found = await openai.chat.completions.create(model="any", messages=USER, temperature=0, max_tokens=8)
     assert 0 < found.usage.completion_tokens <= 8
     work.cancel()
-    await asyncio.wait_for(work, 30)
+    await asyncio.wait_for(work, 120)

@@ -72,6 +72,8 @@ def test_who_holds_up_the_loop_is_said_once_and_a_loop_that_waits_is_not():
     watchdog = Watchdog(say, seconds=0.4)
     try:
         with watchdog.over(loop):
+            loop.run_until_complete(loop.create_task(waits()))
+            assert said == []
             loop.run_until_complete(loop.create_task(holds()))
         assert len(said) == 1
         assert said[0].startswith("no request has gone on for 0.4 s, held up by holds (test_watchdog.py:")

@@ -1,13 +1,13 @@
 """The two ranks of a sharded trainer that publishes: each carries out orders as they come, pickled."""
 
-import os
 import pickle
-from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from meeting import meet
 from tiny_models import qwen3
 from torch.distributed.fsdp import fully_shard
 
@@ -43,10 +43,8 @@ def sharded(kind: str) -> Any:
     return model
 
 
-def run_rank(rank: int, port: int, orders: Connection) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+def run_rank(rank: int, file: Path, orders: Connection) -> None:
+    meet(rank, file)
     serve(rank, orders)
     dist.destroy_process_group()
 

@@ -15,7 +15,7 @@ from agentrl_tools.sandbox import Limits, Sandbox, SandboxSession, make_sandbox,
 from agentrl_tools.sandbox.base import MIB
 from agentrl_tools.sandbox.bwrap import BrokenReplyError, BwrapSandbox, read_reply, runs_as_ordinary
 from paths import ROOT
-from processes import command
+from processes import alive, command, eventually
 from sandbox_help import MARK, descendants, left
 
 from agentrl import InfrastructureError, UserError
@@ -351,8 +351,4 @@ async def test_dropping_it_without_a_close_leaves_nothing() -> None:
     )
     done = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True)
     launcher = int(done.stdout)
-    for _ in range(200):
-        if not Path(f"/proc/{launcher}").exists():
-            return
-        await asyncio.sleep(0.05)
-    raise AssertionError("the launcher outlived its program")
+    await eventually(lambda: not alive(launcher))

@@ -24,16 +24,18 @@ HERE = __name__
 
 
 class Told(Tracker):
-    """Remembers what it is told; hangs at step `at` until `free` is set."""
+    """Remembers what it is told; hangs at step `at`, where `reached` is set, until `free` is set."""
 
     def __init__(self, at: int | None = None) -> None:
-        self.at, self.steps, self.free = at, [], threading.Event()
+        self.at, self.steps = at, []
+        self.reached, self.free = threading.Event(), threading.Event()
 
     def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         self.folder = folder
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         if step == self.at:
+            self.reached.set()
             self.free.wait()
         self.steps.append(step)
 
@@ -45,6 +47,7 @@ def followed(told: Told, steps: int, said: list[str]) -> None:
         trackers.start({"told": lambda: told}, Path(), {}, stack)
         for step in range(steps):
             trackers.log(step, {"step": step})
+        assert told.reached.wait(60)
 
 
 def test_a_tracker_that_hangs_delays_nothing_and_is_said_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +23,8 @@ DEAD = "http://127.0.0.1:1"
 class Workers:
     """The two ranks, as a group of workers looks to who calls it."""
 
-    def __init__(self) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
-        self.ranks = [started(run_rank, rank, port) for rank in range(2)]
+    def __init__(self, folder: Path) -> None:
+        self.ranks = [started(run_rank, rank, folder / "meeting") for rank in range(2)]
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """What rank 0 answers; the other's answer says nothing."""
@@ -51,8 +47,8 @@ class Workers:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Workers]:
-    workers = Workers()
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
+    workers = Workers(tmp_path_factory.mktemp("ranks"))
     yield workers
     workers.end()
 

@@ -17,6 +17,7 @@ from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 
 TRANSPORTS = ("from_tensor", "from_distributed", "from_disk")
 LONG = 300  # tokens: long enough to be in the middle of it
+LONGEST = 950  # all that the model's context has room for, of which nobody waits for the end
 
 
 @pytest.fixture
@@ -61,9 +62,9 @@ async def test_weights_of_another_dtype_are_converted_and_checked(channel: Weigh
     check_answer(await ask(session, sglang_url), [(reference, 0, 16)])
 
 
-async def in_flight(session: aiohttp.ClientSession, url: str) -> "asyncio.Task[Any]":
+async def in_flight(session: aiohttp.ClientSession, url: str, tokens: int = LONG) -> "asyncio.Task[Any]":
     """A long answer that has begun."""
-    task = asyncio.create_task(ask(session, url, LONG))
+    task = asyncio.create_task(ask(session, url, tokens))
     running = 0
     while not running:
         async with session.get(url + "/v1/loads") as answer:
@@ -98,10 +99,10 @@ async def test_in_place_keeps_the_keys_and_values_of_the_old_weights(channel: We
 
 
 async def test_abort_ends_what_is_in_flight(channel: WeightChannel, session, sglang_url):
-    model = altered(8)
+    model, second = altered(8), altered(9)
     await channel.publish(8, ModelWeights(model))
-    task = await in_flight(session, sglang_url)
-    assert not (await channel.publish(9, ModelWeights(altered(9)), "abort")).failed
+    task = await in_flight(session, sglang_url, LONGEST)
+    assert not (await channel.publish(9, ModelWeights(second), "abort")).failed
     answer = await task
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     (span,) = spans_of(answer)

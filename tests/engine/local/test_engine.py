@@ -3,12 +3,12 @@
 import asyncio
 import threading
 import time
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from processes import eventually
 from tiny_models import NO_IDS, qwen3
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
@@ -396,26 +396,28 @@ async def test_others_run_between_the_steps_of_a_small_model(engine: LocalEngine
 async def test_slow_steps_leave_the_event_loop_free(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take long run in a thread: the loop turns many times meanwhile, and calls in between are honoured."""
     forward = engine._runner.forward
-    threads: Counter[str] = Counter()
+    in_thread, go_on = threading.Event(), threading.Event()
 
     def slow(work: Work) -> torch.Tensor:
-        threads[threading.current_thread().name.split("_")[0]] += 1
+        if threading.current_thread().name.startswith("agentrl-local-engine"):
+            in_thread.set()
+            assert go_on.wait(60)
         time.sleep(0.03)
         return forward(work)
 
     engine._runner.forward = slow  # type: ignore[method-assign]
     monkeypatch.setattr("agentrl.engine.local.engine.INLINE_SECONDS", 0.005)
     tasks = [asyncio.create_task(engine.generate([1, i], Sampling(12, 0.0), f"r{i}")) for i in range(4)]
-    await asyncio.sleep(0.1)
-    turns = 0
-    while threads["agentrl-local-engine"] < 5:
-        await asyncio.sleep(0.001)
-        turns += 1
-    assert turns > 20
+    await eventually(in_thread.is_set)
+    for _ in range(20):
+        await asyncio.sleep(0)
     tasks[0].cancel()
     engine.abort("r1")
     engine.finish("r2")
-    await engine.update_weights(1)
+    updating = asyncio.create_task(engine.update_weights(1))
+    await asyncio.sleep(0)
+    go_on.set()
+    await updating
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert results[1].finish is GenerationFinish.ABORT

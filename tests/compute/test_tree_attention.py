@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from agentrl.compute import tree_attention
 from agentrl.compute.batch import prefix_trees
+from agentrl.compute.forward import choose
 from agentrl.compute.packing import Packed, Segment, indices, pack
 from agentrl.compute.tree_attention import (
     BLOCK,
@@ -32,6 +33,8 @@ from agentrl.compute.tree_attention import (
     padded,
     subtree_ends,
 )
+from agentrl.models.load import load_model
+from agentrl.recipe.schema import ModelSection
 
 CPU = torch.device("cpu")
 shapes = st.lists(
@@ -162,6 +165,12 @@ def test_a_kernel_that_fails_leaves_the_work_to_the_buckets(untried: None, caplo
     assert len(caplog.records) == 1
     assert "runs in buckets, not by_flex" in caplog.text
     assert faults(CPU).startswith("by_flex does not run here: ")
+
+
+def test_a_kernel_that_does_not_run_is_said_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention, "_FAULTS", {("cpu", "by_flex"): "no C compiler"})
+    said = choose(load_model(ModelSection())[0])[1]
+    assert "attention in buckets, which is slow (by_flex does not run here: no C compiler)" in said
 
 
 def test_a_kernel_that_computes_something_else_is_not_used(

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of a single call."""
 MARK = "__agentrl_registered__"
 
@@ -26,10 +26,10 @@ class Shape:
         return self.workers // self.sequence_parallel
 
 
-Scatter = Callable[[Shape, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments | None], Any]]
+Scatter = Callable[[Shape, tuple[object, ...], dict[str, object]], tuple[list[Arguments | None], Any]]
 """Return the arguments of each rank (None: not called), and a context for `Gather`. An object that several ranks share
 is sent once."""
-Gather = Callable[[Shape, list[Any], Any], Any]
+Gather = Callable[[Shape, list[object], Any], Any]
 """Return the result, from one output a rank (None for ranks not called) and the context of `Scatter`."""
 
 
@@ -81,15 +81,15 @@ def registered(worker_class: type) -> dict[str, tuple[Dispatch, bool]]:
     return found
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
+def _named(args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[int | str, object]]:
     return [*enumerate(args), *kwargs.items()]
 
 
-def _outputs(shape: Shape, outputs: list[Any], context: Any) -> list[Any]:
+def _outputs(shape: Shape, outputs: list[object], context: object) -> list[object]:
     return outputs
 
 
-def _to_all(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+def _to_all(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], None]:
     same = (args, kwargs)
     return [same] * shape.workers, None
 
@@ -104,11 +104,11 @@ def _one_each(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     ], None
 
 
-def _to_first(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+def _to_first(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], None]:
     return [(args, kwargs), *[None] * (shape.workers - 1)], None
 
 
-def _split(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], Any]:
+def _split(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], Any]:
     partitions: dict[int | str, Any] = {
         key: value.distribute(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Distributable)
     }

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl_tools.calculator import evaluate, written
 
@@ -129,7 +129,7 @@ class ChartQa(Environment):
     async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         chart, question = self._drafted(session.task.data["split"], session.task.data["index"])
         session.state = chart
-        content: list[dict[str, Any]] = [
+        content: list[dict[str, Json]] = [
             {"type": "image", "image": cropped(chart, (0, 0, 100, 100), self._width)},
             {"type": "text", "text": f"{question.text} {HOW}"},
         ]

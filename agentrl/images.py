@@ -320,6 +320,12 @@ def _check_whole(opened: Any, stream: BinaryIO) -> None:
         _rgb(opened)
 
 
+def _named(given: Any) -> str:
+    """Return the file of an image in brackets, where it is one."""
+    known = isinstance(given, str | Path) and not str(given).startswith("data:")
+    return f" ({str(given)[:200]})" if known else ""
+
+
 def _damaged(error: Exception) -> ImageError:
     return ImageError(f"it is damaged: {' '.join(str(error).split())[:100]}")
 
@@ -338,7 +344,7 @@ def _opened(given: Any, limits: ImageLimits) -> tuple[Any, BinaryIO | None]:
             raise ImageError(f"it has too many pixels; {limits.most}") from error
         except Exception as error:  # the boundary to files of strangers
             stream.close()
-            raise ImageError("it is no image that can be read") from error
+            raise ImageError(f"it is no image that can be read{_named(given)}") from error
     try:
         limits.check(*opened.size)
     except ImageError:
@@ -385,6 +391,8 @@ def _stream(given: Any, most: int) -> BinaryIO:
     elif isinstance(given, str | Path):
         try:
             status = Path(given).stat()
+            if not str(given):
+                raise ImageError("its path is empty")
             if not stat.S_ISREG(status.st_mode):
                 raise ImageError(f"{str(given)[:200]} is no file")
             if status.st_size > most:

@@ -139,6 +139,9 @@ class _Talker:
         if len(self._attached) >= self.most:
             _say(f"({IMAGE}: a conversation holds {self.most} images (rollout.max_images))")
             return
+        if not path:
+            _say(f"({IMAGE}: name a file)")
+            return
         file = Path(path.strip("'\"")).expanduser()
         try:
             key = STORE.put(file)

@@ -320,7 +320,8 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
     """Return the prompt as the model reads it, and its length; the messages if the tokenizer is not on this machine."""
     from agentrl.chat.base import Seeing, images_in
     from agentrl.chat.load import load_chat
-    from agentrl.images import stored
+    from agentrl.images import check_count, stored
+    from agentrl.models.image_input import limit_images
     from agentrl.models.load import resolve
 
     model = recipe.model
@@ -331,7 +332,9 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
         return text, f"(the messages, not rendered: the tokenizer of {model.path} is not on this machine)"
     chat = load_chat(tokenizer, model_path=place, kind=model.chat, chat_template=model.chat_template, tools=tools)
     if isinstance(chat, Seeing):
+        limit_images(recipe)
         messages = list(map(stored, messages))
+        check_count(messages, recipe.rollout.max_images)
     ids = chat.render(messages, tools)
     images = [span.tokens for span in images_in(chat, ids, messages)]
     rewrites = f"; the template rewrites its history: {chat.rewrites_history}" if chat.rewrites_history else ""

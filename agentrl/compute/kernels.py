@@ -21,6 +21,8 @@ CHUNK_ROWS = 512
 GPU_ROWS = 1024
 """Minimum rows of a chunk on a GPU, where products need more rows and each chunk writes a gradient of the output
 layer."""
+SLICE = 1 << 24
+"""Elements of the gradient of the output layer that are added at once: each addition holds as many besides."""
 KEPT = 1 << 25
 """Probabilities kept for the backward pass, in elements; more are computed again."""
 
@@ -156,7 +158,7 @@ class TokenLogprobs(torch.autograd.Function):
             d_logits = d_logits.to(hidden.dtype)
             d_hidden[rows] = linear(d_logits, head.t())
             if d_head is not None:
-                d_head += linear(d_logits.t(), hidden[rows].t())
+                _add_product(d_head, d_logits, hidden[rows])
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             del d_logits
@@ -314,11 +316,18 @@ def _backward(
         d_logits = of_rows(rows).div_(ctx.temperature).to(hidden.dtype)
         d_hidden[rows] = d_logits if head is None else linear(d_logits, head.t())
         if d_head is not None:
-            d_head += linear(d_logits.t(), hidden[rows].t())
+            _add_product(d_head, d_logits, hidden[rows])
         if d_bias is not None:
             d_bias += d_logits.sum(0)
         del d_logits
     return d_hidden, _as(head, d_head), _as(bias, d_bias)
+
+
+def _add_product(d_head: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
+    """Add d_logits [n, V] transposed times hidden [n, D] to d_head [V, D], SLICE elements at a time."""
+    size = max(1, SLICE // hidden.shape[1])
+    for i in range(0, len(d_head), size):
+        d_head[i : i + size] += linear(d_logits[:, i : i + size].t(), hidden.t())
 
 
 def _chunks(hidden: Tensor, head: Tensor | None) -> list[slice]:

@@ -19,6 +19,8 @@ Urls = Literal["refuse", "public", "any"]
 """What is done about images that are http addresses: refused; fetched from machines that all the world can reach; or
 fetched from any, those of one's own network included."""
 
+COLUMN = "images"
+"""The column with images, where nobody says."""
 _TAG = re.compile(r"<image>")
 _HELD = ("image", "image_url", "bytes", "path", "url")  # keys of a part that holds its image
 
@@ -27,7 +29,7 @@ _HELD = ("image", "image_url", "bytes", "path", "url")  # keys of a part that ho
 class Images:
     """How rows bring images."""
 
-    column: str = "images"
+    column: str = COLUMN
     """Column with one, or a list of them: paths, `{bytes, path}`, `data:` URLs, addresses."""
     folder: str | None = None
     """Folder against which paths stand. None: that of the row's file, else the current one."""
@@ -37,6 +39,11 @@ class Images:
     def placed(self, messages: Sequence[Message], row: Mapping[str, Json], folder: Path | None) -> list[Message]:
         """Return messages with the row's images as parts, where they stand. folder: of the row's file. Raises
         UserError: images and their places are not equally many, or one is nothing that can be read."""
+        if self.column != COLUMN and self.column not in row and tagged(messages):
+            raise UserError(
+                f"its prompt says <image>, and there is no field {self.column!r} (env.args.images); the row has "
+                f"{', '.join(map(repr, row))}"
+            )
         column = row.get(self.column)
         left = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
         given = _Given(self, left, bool(left), Path(self.folder) if self.folder else folder)
@@ -52,6 +59,14 @@ class Images:
         """Return messages with the files behind the addresses of their images. Raises ImageError: one cannot be
         had."""
         return [_fetched(message, self.urls == "any") for message in messages]
+
+
+def tagged(messages: Sequence[Message]) -> bool:
+    """Return whether a text of the messages says `<image>`."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return any(isinstance(text, str) and _TAG.search(text) for text in texts)
 
 
 def _counted(count: int, what: str) -> str:

@@ -12,7 +12,7 @@ from time import monotonic
 from agentrl.chat.base import Chat, Measuring, Opening, Seeing
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, contained, describe
-from agentrl.images import STORE, ImageError, check_count, hashes, sized
+from agentrl.images import STORE, ImageError, check_count, hashes, in_image_thread, sized
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
@@ -58,18 +58,26 @@ class PromptLengths:
         return line + ": left out" if said else None
 
 
-def drawn(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task]) -> int:
-    """Return the index of the next task. One with an image that cannot be shown, which only decoding it says, is
-    excluded, and said. Raises UserError: no task is left."""
-    while True:
-        (index,) = sampler.draw(1)
-        task = tasks[index]
-        if (why := unseen(env, chat, task)) is None:
-            return index
-        sampler.excluded |= {index}
-        _log.warning("task %s is left out: %s", task.id, why)
-        if len(sampler.excluded) >= sampler.size:
-            raise UserError(f"no task is left: the images of none can be shown (the last: {task.id}: {why})")
+async def drawn(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task], count: int) -> list[int]:
+    """Return the indices of the next `count` tasks whose images can be shown. Raises what `showable` raises."""
+    found: list[int] = []
+    while len(found) < count:
+        new = sampler.draw(count - len(found))
+        shown = await asyncio.gather(*(showable(sampler, env, chat, tasks, index) for index in new))
+        found += [index for index, can in zip(new, shown, strict=True) if can]
+    return found
+
+
+async def showable(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task], index: int) -> bool:
+    """Return whether the images of a task that was drawn can be shown, which only decoding them says. Where not, the
+    task is excluded, and that is said. Raises UserError: no task is left."""
+    if not isinstance(chat, Seeing) or (why := await in_image_thread(unseen, env, chat, task := tasks[index])) is None:
+        return True
+    sampler.excluded |= {index}
+    _log.warning("task %s is left out: %s", task.id, why)
+    if len(sampler.excluded) >= sampler.size:
+        raise UserError(f"no task is left: the images of none can be shown (the last: {task.id}: {why})")
+    return False
 
 
 def unseen(env: Environment, chat: Chat, task: Task) -> str | None:

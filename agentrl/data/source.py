@@ -116,7 +116,11 @@ class Source:
         out = [self._is_held_out(rows.row(i), rows.where(i)) for i in range(len(rows))]
         train, test = ([i for i, held in enumerate(out) if held is wanted] for wanted in (False, True))
         if not train or not test:
-            raise UserError(f"{self.origin}: {len(rows)} rows are too few to hold some out; put a test file beside it")
+            different = len({self.key(rows.row(i), rows.where(i)) for i in range(len(rows))})
+            alike = f" with {different} different prompt{'s' * (different > 1)}" if different < len(rows) else ""
+            raise UserError(
+                f"{self.origin}: {len(rows)} rows{alike} are too few to hold some out; put a test file beside it"
+            )
         _log.warning(
             "%s has no test file beside it: %d of its %d rows are held out (seed %d) and not trained on",
             *(self.origin, len(test), len(rows), self.seed),

@@ -16,6 +16,7 @@ from agentrl.doctor.machine import fastest
 from agentrl.doctor.subject import Subject
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.models.load import load_model
 from agentrl.models.lora import adapter_parameters, add_adapter, switched_off
 from agentrl.models.prove import MISFITS, difference
 from agentrl.models.vision import Vision
@@ -155,11 +156,11 @@ def free_memory(device: torch.device) -> float:
 def lora(subject: Subject) -> str:
     """An adapter: what it changes, the trainer and the embedded engine agree on; switched off, nothing has changed."""
     subject.free()
-    subject.recipe = subject.recipe.changed(model={"lora": None})
-    model = subject.model
+    section = subject.recipe.model
+    model, _ = load_model(section.model_copy(update={"lora": None}))
     ids = [int(i) for i in np.random.default_rng(SEED).integers(0, model.get_input_embeddings().weight.shape[0], 24)]
     before = logprobs_of(model, ids[:8], ids[8:])
-    add_adapter(model, LORA, subject.recipe.model.path, SEED)
+    add_adapter(model, LORA, section.path, SEED)
     given = torch.Generator().manual_seed(SEED)
     for parameter in adapter_parameters(model):
         parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=given))

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from agentrl.chat.base import Seeing
 from agentrl.doctor.check import CheckError, NotHereError
-from agentrl.doctor.computing import EXACT, distributions, free_memory, gap, is_half, logprobs_of
+from agentrl.doctor.computing import EXACT, distributions, free_memory, gap, logprobs_of
 from agentrl.doctor.subject import Subject
 from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, engine_class
 from agentrl.engine.local.engine import LocalEngine
@@ -98,7 +98,7 @@ def parity(subject: Subject) -> str:
     player = subject.player
     prompt = prompt_of(subject)
     turn = subject.wait(lambda: greedy(player.engine, prompt))
-    if (wrong := compare(turn, player.model, prompt)) is not None:
+    if (wrong := compare(turn, player.model, prompt, subject.half)) is not None:
         raise CheckError(wrong)
     second = subject.wait(lambda: greedy(player.engine, prompt))
     same = "the same tokens twice" if second.ids == turn.ids else "other tokens the second time (rounding)"
@@ -121,18 +121,18 @@ async def greedy(engine: Engine, prompt: list[int]) -> Generation:
         engine.finish("doctor/greedy")
 
 
-def compare(turn: Generation, model: Any, prompt: list[int]) -> str | None:
-    """Return why a greedy turn is not the model's, or None."""
+def compare(turn: Generation, model: Any, prompt: list[int], half: bool) -> str | None:
+    """Return why a greedy turn is not the model's, or None. half: either computes in half precision."""
     wanted = logprobs_of(model, prompt, turn.ids)
     found = torch.tensor(turn.logprobs)
-    wrong = gap(found, wanted, is_half(model)) or _unlikely(turn, model, prompt, wanted)
+    wrong = gap(found, wanted, half) or _unlikely(turn, model, prompt, wanted, half)
     return wrong and f"engine and trainer differ: {wrong}"
 
 
-def _unlikely(turn: Generation, model: Any, prompt: list[int], wanted: Tensor) -> str | None:
+def _unlikely(turn: Generation, model: Any, prompt: list[int], wanted: Tensor, half: bool) -> str | None:
     """Return which token is not the likeliest, by more than log-probs may differ."""
     best = distributions(model, prompt, turn.ids).amax(-1)
-    if gap(best, wanted, is_half(model)) is None:
+    if gap(best, wanted, half) is None:
         return None
     place = int((best - wanted).argmax())
     return f"token {place} of a greedy turn is {float((best - wanted)[place]):.2g} nats less likely than the likeliest"
@@ -149,21 +149,22 @@ def updated(subject: Subject, engine: Engine, model: Any, received: bool = False
     took. received: the engine is given the weights as those of a trainer in other processes."""
     prompt = prompt_of(subject)
     right = copy.deepcopy(model.state_dict())
-    if (wrong := compare(subject.wait(lambda: greedy(engine, prompt)), model, prompt)) is not None:
+    half = subject.half
+    if (wrong := compare(subject.wait(lambda: greedy(engine, prompt)), model, prompt, half)) is not None:
         raise CheckError(f"before an update {wrong}")  # and it keeps what it has computed with these weights
     try:
         with _changed(model):
             seconds = _update(subject, engine, model, received)
             turn = subject.wait(lambda: greedy(engine, prompt))
-            if (wrong := compare(turn, model, prompt)) is not None:
+            if (wrong := compare(turn, model, prompt, half)) is not None:
                 raise CheckError(f"after an update {wrong}")
-        if compare(turn, model, prompt) is None:
+        if compare(turn, model, prompt, half) is None:
             raise CheckError("wrong weights were not noticed: changing them did not change the log-probs")
     finally:
         model.load_state_dict(right)
     _update(subject, engine, model, received)
     turn = subject.wait(lambda: greedy(engine, prompt))
-    if (wrong := compare(turn, model, prompt)) is not None:
+    if (wrong := compare(turn, model, prompt, half)) is not None:
         raise CheckError(f"after a second update {wrong}")
     size = sum(p.nbytes for p in model.parameters()) / 1e9
     return f"{seconds:.2f} s for {size:.3g} GB; wrong weights were noticed"
@@ -258,7 +259,7 @@ def sleep(subject: Subject) -> str:
     if freed < least:
         raise CheckError(f"the engine gave back {freed / 1e6:.1f} MB as it went to sleep")
     again = subject.wait(lambda: greedy(player.engine, prompt))
-    if (wrong := compare(again, player.model, prompt)) is not None:
+    if (wrong := compare(again, player.model, prompt, subject.half)) is not None:
         raise CheckError(f"once awake {wrong}")
     same = "the same tokens" if again.ids == turn.ids else "other tokens (rounding)"
     return f"{freed / 1e6:,.1f} MB given back; {same} once awake"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from agentrl.models.load import find_device, load_model
+from agentrl.models.load import find_device, load_model, resolve_types
 from agentrl.recipe.schema import ClusterSection, EvalSection, ModelSection, ProfileSection, Recipe, TrackSection
 from agentrl.rollout.event_loop import Runner
 
@@ -23,7 +23,7 @@ class Subject:
     """recipe: as it is to be run. folder: where checks write; all checks of an examination share it."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
-        self.recipe, self.folder = recipe, folder
+        self.recipe, self.folder = resolve_types(recipe), folder
         self.version = 0
         """The version of the last weights that the engine was given."""
         self._model: Any = None
@@ -35,6 +35,11 @@ class Subject:
         """Of the trainer. Raises UserError where it is not there."""
         found: torch.device = find_device(self.recipe.model.device)
         return found
+
+    @property
+    def half(self) -> bool:
+        """Whether the trainer or a server computes in half precision."""
+        return self.recipe.model.dtype != "float32" or self.recipe.model.compute == "bfloat16"
 
     @property
     def model(self) -> Any:
@@ -59,6 +64,7 @@ class Subject:
 
         self.free()
         args = dict(recipe.engine.args)
+        args.pop("remote_nodes", None)  # one here serves
         if "servers" in args:
             args["servers"] = 1
         alone = recipe.changed(cluster=ClusterSection(), engine={"args": args})

@@ -17,7 +17,7 @@ from agentrl.cluster.placement import Launched
 from agentrl.errors import PlainError, UserError
 from agentrl.plugins.registry import load
 from agentrl.plugins.types import Json
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import EngineSection, Recipe
 from agentrl.weights.source import WeightSource
 
 
@@ -224,3 +224,11 @@ def engine_class(name: str) -> type[Engine]:
     if not (isinstance(made, type) and Engine in made.__mro__):
         raise UserError(f"engine {name!r} is not a class derived from agentrl.engine.base.Engine")
     return made
+
+
+def launched_by(section: EngineSection) -> Launched:
+    """Return the servers that an engine launches. Raises UserError for flags of servers that should be numbers."""
+    try:
+        return engine_class(section.name).launched(section.args)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"engine.args.flags: expected a number: {error}") from error

@@ -1,5 +1,6 @@
 """The held-out tasks of a run: the same tasks and the same seeds at every evaluation."""
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,9 +48,9 @@ class HeldOut:
             every = tasks_of(player.env, split)
             wanted = [every[i] for i in range(min(recipe.eval.tasks, len(every)))]
             lengths = await player.measure(wanted, recipe.eval.max_tokens)
-            late = {
-                i: f"{wanted[i].id}: {why}" for i in lengths.fitting if (why := player.unseen(wanted[i])) is not None
-            }
+            fit = lengths.fitting
+            said = await asyncio.gather(*(player.unseen(wanted[i]) for i in fit))
+            late = {i: f"{wanted[i].id}: {why}" for i, why in zip(fit, said, strict=True) if why is not None}
             lengths = replace(lengths, broken={**lengths.broken, **late})
             if line := lengths.report(split):
                 notes.append(line)

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.compute.batch import Array, Batch
+from agentrl.compute.batch import KEYED, Array, Batch
 from agentrl.compute.forward import Forward, choose, computed_in
 from agentrl.compute.kernels import top_logprobs
 from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, aligned_micro_batches
 from agentrl.compute.packing import Packed
 from agentrl.errors import UserError
+from agentrl.images import ImageSpan, keyed
 from agentrl.learner.reference import narrow
 from agentrl.learner.streams import PartOf, learned_by
 from agentrl.models.load import load_model, load_tokenizer
@@ -27,8 +28,9 @@ from agentrl.trajectory import Trajectory
 
 POLICY = "policy"
 """The path of a teacher that is the policy itself."""
-Hinted = Callable[[Trajectory, str], Sequence[int] | None]
-"""Returns the ids of a trajectory's opening prompt with a hint in it; None: where the opening ends is not known."""
+Hinted = Callable[[Trajectory, str], tuple[Sequence[int], Sequence[ImageSpan]] | None]
+"""Returns the ids of a trajectory's opening prompt with a hint in it, and where images stand in them; None: where the
+opening ends is not known."""
 
 
 class TeacherRole(Protocol):
@@ -190,21 +192,25 @@ class Guide:
         """Return the samples with the hint in their openings: the tokens after these are the same. trajectories: of
         each sample."""
         assert self._hinted is not None
-        pieces: list[tuple[Array, Array]] = []
+        names = [name for name in ("ids", "loss_mask", KEYED) if name in batch.tokens]
+        pieces: list[dict[str, Array]] = []
         for index, t in enumerate(trajectories):
-            span = batch.span(index)
-            ids, mask = batch.tokens["ids"][span], batch.tokens["loss_mask"][span]
-            opening = t.ids[: t.prompt_length]
-            begins = len(ids) > len(opening) and np.array_equal(ids[: len(opening)], opening)
-            hinted = self._hinted(t, hint) if begins else None
+            columns = {name: batch.tokens[name][batch.span(index)] for name in names}
+            opening = keyed(t.ids, t.images)[: t.prompt_length]
+            begins = columns.get(KEYED, columns["ids"])[: len(opening)]
+            hinted = self._hinted(t, hint) if np.array_equal(begins, opening) else None
             if hinted is not None:
-                ids = np.concatenate([np.asarray(hinted, np.int32), ids[len(opening) :]])
-                mask = np.concatenate([np.zeros(len(hinted), np.uint8), mask[len(opening) :]])
-            pieces.append((ids, mask))
-        first = [int(mask.argmax()) for _, mask in pieces]
+                ids, images = hinted
+                new = {"ids": ids, "loss_mask": np.zeros(len(ids)), KEYED: keyed(ids, images)}
+                columns = {
+                    name: np.concatenate([np.asarray(new[name], column.dtype), column[len(opening) :]])
+                    for name, column in columns.items()
+                }
+            pieces.append(columns)
+        first = [int(columns["loss_mask"].argmax()) for columns in pieces]
         return Batch(
-            np.concatenate([[0], np.cumsum([len(ids) for ids, _ in pieces])]).astype(np.int64),
-            {"ids": np.concatenate([ids for ids, _ in pieces]), "loss_mask": np.concatenate([m for _, m in pieces])},
+            np.concatenate([[0], np.cumsum([len(columns["ids"]) for columns in pieces])]).astype(np.int64),
+            {name: np.concatenate([columns[name] for columns in pieces]) for name in names},
             {**batch.samples, "prompt_length": np.array(first, np.int32)},
         )
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.errors import UserError, describe
-from agentrl.images import MAX_TOKENS, STORE, ImageError, ImageSize, Recent
+from agentrl.images import MAX_TOKENS, STORE, ImageError, ImageLimits, ImageSize, Recent
 from agentrl.models.image_families import Family, Grid, Pixels, family_of
 from agentrl.recipe.schema import Recipe
 
@@ -102,15 +102,18 @@ def image_input(path: str, trust_remote_code: bool = False) -> ImageInput | None
     return ImageInput(processor, config["image_token_id"], family, family.ends(config))
 
 
+def limit_images(recipe: Recipe) -> None:
+    """Take in, from now on, no image that the recipe does not allow."""
+    STORE.limits = ImageLimits(recipe.rollout.max_image_pixels, recipe.rollout.max_image_bytes)
+
+
 def check_sight(recipe: Recipe) -> None:
     """Raise UserError for what a model that sees cannot be trained with."""
     teachers = [teacher for teacher in recipe.teachers if teacher is not None]
     if any(teacher.url is not None for teacher in teachers):
         raise UserError("teacher.url: a server is not yet sent images: name a `path`")
-    if any(teacher.hint is not None for teacher in teachers):
-        raise UserError("teacher.hint: not yet for a model that sees: leave it out")
-    if recipe.algorithm.routing_replay:
-        raise UserError("algorithm.routing_replay: not yet for a model that sees: leave it out")
+    if recipe.algorithm.routing_replay and recipe.engine.name != "local":
+        raise UserError("algorithm.routing_replay: of a model that sees only the engine local records experts")
 
 
 def check_alike(ours: ImageInput, theirs: ImageInput | None, name: str) -> None:

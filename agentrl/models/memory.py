@@ -25,6 +25,8 @@ residuals) and of the feed-forward's."""
 LOGIT_ROWS, GPU_LOGIT_ROWS, LOGIT_ELEMENTS = 512, 1024, 1 << 22
 """Minimum predictions whose logits exist at once, on a CPU and on a GPU, and the number of logits that exist at
 once."""
+HEAD_SLICE = 1 << 24
+"""Elements of the gradient of the output layer that a chunk adds at once."""
 LOGIT_COPIES = 3
 """Float32 tensors as large as the logits: log-softmax, its exponential, and their product or the gradient."""
 
@@ -110,7 +112,7 @@ class MemoryPlan:
     """Peak activations of the vision tower, if all of a micro-batch's tokens were of images; with their pixels and
     features."""
     logits: int
-    """Logits of one chunk of predictions, and the gradients of the output layer, whole and of the chunk."""
+    """Logits of one chunk of predictions, and the gradient of the output layer, as it is summed or then rounded."""
     cache_token: int
     """Keys and values of one token in the engine, over all of its GPUs."""
     moments: int
@@ -275,8 +277,12 @@ def _tower(shape: Shape, setting: Setting, trains: bool) -> int:
 
 def _logits(shape: Shape, setting: Setting) -> int:
     rows = min(setting.tokens, max(setting.rows, LOGIT_ELEMENTS // shape.vocabulary))
-    head = 0 if shape.adapter else shape.vocabulary * shape.hidden * (GRADIENT_BYTES + setting.compute)
-    return rows * shape.vocabulary * 4 * LOGIT_COPIES + head
+    chunk = rows * shape.vocabulary * 4 * LOGIT_COPIES
+    if shape.adapter:
+        return chunk
+    head = shape.vocabulary * shape.hidden
+    rounded = head * setting.compute if setting.compute < GRADIENT_BYTES else 0  # once all chunks are through
+    return head * GRADIENT_BYTES + max(chunk + min(HEAD_SLICE, head) * setting.compute, rounded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,7 @@ def _sample(job: _Job, interrupts: Interrupts, shown: Progress) -> Sampled:
         if job.folder is None:
             stack.callback(FolderLock(folder.path).release)
             folder.write_recipe(dump_recipe(recipe))
-        for _ in range(job.done * recipe.rollout.tasks):
-            player.draw(sampler, job.tasks)
+        interrupts.complete(lambda: player.draw(sampler, job.tasks, job.done * recipe.rollout.tasks))
         whole = TrajectoriesSection(keep=0)
         journal = Journal(whole, lambda: folder.trajectories, partial(environment_of, job.env), recipe.secrets)
         bar = shown.follow("sampling", (job.steps - job.done) * recipe.rollout.tasks)
@@ -168,7 +167,7 @@ def _one_step(
     bar: Callable[[Group], None],
 ) -> None:
     limits, start = job.recipe.rollout, perf_counter()
-    tasks = [job.tasks[player.draw(sampler, job.tasks)] for _ in range(limits.tasks)]
+    tasks = [job.tasks[i] for i in interrupts.run(lambda: player.draw(sampler, job.tasks, limits.tasks))]
 
     def ended(group: Group) -> None:
         bar(group)

@@ -6,16 +6,16 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl.chat.base import Chat
+from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.load import load_chat
-from agentrl.cluster.placement import Placement
-from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, unseen
+from agentrl.cluster.placement import Placement, place
+from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, showable, unseen
 from agentrl.data.sampler import TaskSampler
-from agentrl.engine.base import Engine, engine_class
+from agentrl.engine.base import Engine, engine_class, launched_by
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
-from agentrl.images import STORE, ImageLimits
-from agentrl.models.image_input import check_sight
+from agentrl.images import in_image_thread
+from agentrl.models.image_input import check_sight, limit_images
 from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent
 from agentrl.plugins.agent_process import agent_of_recipe
@@ -25,7 +25,7 @@ from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, 
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Json, Task
-from agentrl.recipe.schema import Recipe
+from agentrl.recipe.schema import ClusterSection, Recipe
 from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
@@ -80,11 +80,11 @@ class Player:
         env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
         engine has to say as it starts, in lines that stay, and what it does right now. apart: the model is trained in
         other processes, which give the engine its weights: here it has no adapter, and weights only where the engine
-        computes with them. placement: the devices of the engine, and of a model that it computes with here. Sets
-        torch's seed and, where the recipe says so, its threads.
+        computes with them. placement: the devices of the engine, and of a model that it computes with here; None: of a
+        run in this process, without `cluster`. Sets torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
-        STORE.limits = ImageLimits(recipe.rollout.max_image_pixels, recipe.rollout.max_image_bytes)
+        limit_images(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
         agent = agent_of_recipe(recipe.agent) if recipe.agent is not None else None
@@ -120,7 +120,7 @@ class Player:
             engine = make_message_engine(recipe.engine)
             await engine.health()
             return cls(recipe, env, toolbox, rewards, None, None, engine.chat, engine)
-        section = recipe.model
+        placement, section = placement or placed_alone(recipe), recipe.model
         if model_path is not None:
             section = section.model_copy(update={"path": model_path, "lora": None})
         if apart:
@@ -174,13 +174,22 @@ class Player:
         images = self.recipe.rollout.max_images
         return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, most, images)
 
-    def unseen(self, task: Task) -> str | None:
+    async def unseen(self, task: Task) -> str | None:
         """Return why an image of a task's opening cannot be shown; None: all of them can."""
-        return unseen(self.env, self.chat, task)
+        return await in_image_thread(unseen, self.env, self.chat, task) if self.sees else None
 
-    def draw(self, sampler: TaskSampler, tasks: Sequence[Task]) -> int:
-        """Return the index of the next task whose images can be shown. Raises UserError: no task is left."""
-        return drawn(sampler, self.env, self.chat, tasks)
+    async def draw(self, sampler: TaskSampler, tasks: Sequence[Task], count: int) -> list[int]:
+        """Return the indices of the next `count` tasks whose images can be shown. Raises UserError: no task is left."""
+        return await drawn(sampler, self.env, self.chat, tasks, count)
+
+    @property
+    def sees(self) -> bool:
+        """Whether images are shown."""
+        return isinstance(self.chat, Seeing)
+
+    async def showable(self, sampler: TaskSampler, tasks: Sequence[Task], index: int) -> bool:
+        """Return whether the images of a task that was drawn can be shown: see `agentrl.data.prompts`."""
+        return await showable(sampler, self.env, self.chat, tasks, index)
 
     async def play(
         self,
@@ -273,6 +282,16 @@ class _Bounded:
             leave_behind(task)
             raise TimeoutError(f"it does not end within {CLOSE_SECONDS:g} s")
         task.result()
+
+
+def placed_alone(recipe: Recipe) -> Placement | None:
+    """Return the devices of this process and of the servers that it launches. None: there are too few for each to have
+    its own, and servers share those that there are. Raises UserError for flags of servers that should be numbers."""
+    import torch
+
+    here = torch.cuda.device_count()
+    found = place(recipe.changed(cluster=ClusterSection()), launched_by(recipe.engine), here)
+    return None if found.lacking(here) else found
 
 
 def prepare_torch(recipe: Recipe) -> None:

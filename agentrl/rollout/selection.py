@@ -1,8 +1,8 @@
 """Which groups of a step are trained on, and which tasks are sampled in place of the others."""
 
 import math
-from asyncio import timeout
-from collections.abc import Callable, Sequence
+from asyncio import gather, timeout
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from agentrl.rollout.groups import Contrast, contrast
 from agentrl.threads import Abandoned, DaemonThreads
 from agentrl.trajectory import Group
 
+Showable = Callable[[int], Awaitable[bool]]
+"""Says of the index of a task that was drawn whether its images can be shown."""
 WHERE = "algorithm.filter"
 _REMEDY = "give it a time-out of its own"
 
@@ -86,16 +88,20 @@ class Selection:
     """Groups in flight or kept, at most."""
     most: int
     """Groups that may begin."""
+    showable: Showable | None = None
+    """Says whether the images of a task can be shown; another is drawn where not. None: all can."""
     drawn: list[int] = field(default_factory=list)
     """Indices of the tasks that began, in order."""
     whole: dict[int, tuple[Group, bool]] = field(default_factory=dict)
     """The groups that ended, by their place in `drawn`, and whether they are kept."""
     surplus: list[Group] = field(default_factory=list)
     """Groups that ended together with the last one that was needed; they are abandoned as well."""
+    _waiting: list[int] = field(default_factory=list)  # that were drawn, and begin once their images are seen
+    _promised: int = 0  # groups that will begin once tasks for them are found
 
-    def first(self) -> list[Task]:
+    async def first(self) -> list[Task]:
         """Return the tasks to begin with."""
-        return self._more(min(self.at_once, self.most))
+        return await self._more(min(self.at_once, self.most))
 
     async def after(self, place: int, group: Group) -> Sequence[Task] | None:
         """Return the tasks that begin now that a group has ended; None where enough are kept. See `roll_out`."""
@@ -104,15 +110,41 @@ class Selection:
             self.surplus.append(group)
             return None
         self.whole[place] = group, keep
-        if self.missing == 0:
-            return None if len(self.whole) < len(self.drawn) else ()
-        alive = len(self.drawn) - sum(not kept for _, kept in self.whole.values())
-        return self._more(min(self.at_once - alive, self.most - len(self.drawn)))
+        if self.missing > 0:
+            begun = len(self.drawn) + self._promised
+            alive = begun - sum(not kept for _, kept in self.whole.values())
+            more = await self._more(min(self.at_once - alive, self.most - begun))
+            if self.missing > 0:
+                return more
+        return None if len(self.whole) < len(self.drawn) else ()
 
-    def _more(self, count: int) -> list[Task]:
-        found = [self.draw() for _ in range(count)]
+    async def _more(self, count: int) -> list[Task]:
+        """Return `count` tasks, which begin now; none where enough groups are kept by the time they are found."""
+        found: list[tuple[int, Task]] = []
+        self._promised += max(0, count)
+        try:
+            while len(found) < count:
+                new = [self.draw() for _ in range(count - len(found))]
+                self._waiting += [index for index, _ in new]
+                found += [one for one, can in zip(new, await self._shown(new), strict=True) if can]
+        finally:
+            self._promised -= max(0, count)
+        if self.missing == 0:
+            return []
+        for index, _ in found:
+            self._waiting.remove(index)
         self.drawn += [index for index, _ in found]
         return [task for _, task in found]
+
+    async def _shown(self, drawn: Sequence[tuple[int, Task]]) -> list[bool]:
+        """Return whether each can be shown; those that cannot wait no longer."""
+        if self.showable is None:
+            return [True] * len(drawn)
+        shown = await gather(*(self.showable(index) for index, _ in drawn))
+        for (index, _), can in zip(drawn, shown, strict=True):
+            if not can:
+                self._waiting.remove(index)
+        return shown
 
     @property
     def missing(self) -> int:
@@ -125,5 +157,5 @@ class Selection:
 
     @property
     def abandoned(self) -> list[int]:
-        """Indices of the tasks whose groups began and were given up."""
-        return [index for place, index in enumerate(self.drawn) if place not in self.whole]
+        """Indices of the tasks whose groups began and were given up, or were about to begin."""
+        return [*(index for place, index in enumerate(self.drawn) if place not in self.whole), *self._waiting]

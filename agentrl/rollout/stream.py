@@ -9,10 +9,12 @@ order, the next batch is sampled while one trains, and new weights wait until no
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from agentrl.plugins.types import Task
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
+from agentrl.rollout.selection import Showable
 from agentrl.trajectory import Group
 
 
@@ -53,7 +55,8 @@ class Stream:
     tasks that come before those that `draw` gives. begun: groups that began in the steps that are done; None: as many
     as their batches have. on_group: called as each group ends. keep: asked of each group that ended whether it is
     trained on; another begins in the place of one that is not, up to `Plan.most` for a batch, and a batch is smaller by
-    what is missing then. Everything but the constructor is called in one event loop.
+    what is missing then. showable: asked of the tasks that are about to begin whether their images can be shown; others
+    are drawn in place of those that cannot. Everything but the constructor is called in one event loop.
     """
 
     def __init__(
@@ -68,10 +71,14 @@ class Stream:
         begun: int | None = None,
         on_group: Callable[[Group], None] | None = None,
         keep: Callable[[Group], Awaitable[bool]] | None = None,
+        showable: Showable | None = None,
     ) -> None:
         self._driver, self._tasks, self._draw, self._plan = driver, tasks, draw, plan
-        self.version, self._on_group, self._keep = version, on_group, keep
+        self.version, self._on_group, self._keep, self._showable = version, on_group, keep, showable
         self._waiting = list(first)
+        self._looked_at: list[int] = []
+        self._ready: list[int] = []  # their images can be shown
+        self._look: asyncio.Task[None] | None = None
         self._flights: list[Flight] = []
         self._rejected: set[int] = set()  # numbers of those among the flights that are left out
         self.left_out: list[Flight] = []
@@ -83,7 +90,7 @@ class Stream:
     @property
     def outstanding(self) -> list[int]:
         """Indices of tasks that were drawn and not taken, or left out since: a resumed run begins with them."""
-        return [*(flight.index for flight in self._flights), *self._waiting]
+        return [*(flight.index for flight in self._flights), *self._ready, *self._looked_at, *self._waiting]
 
     @property
     def begun(self) -> int:
@@ -99,8 +106,9 @@ class Stream:
         """Return the next batch, whole, the oldest first; `left_out` says what it cost beside. What it does not take
         stays in flight. Raises what `roll_out` and `keep` raise, as soon as they do."""
         self._fill()
+        self._raise_failed()
         while (chosen := self._chosen()) is None:
-            await asyncio.wait(_unfinished(self._flights), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(self._unfinished, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failed()
             self._fill()  # what ended since is not replaced yet
         self.left_out = [flight for flight in self._flights if flight.number in self._rejected]
@@ -110,9 +118,10 @@ class Stream:
         return chosen
 
     def _raise_failed(self) -> None:
-        errors = [e for f in self._flights if f.work.done() and not f.work.cancelled() and (e := f.work.exception())]
-        for error in errors:
-            raise error
+        works = [*(flight.work for flight in self._flights), *([self._look] if self._look is not None else ())]
+        for work in works:
+            if work.done() and not work.cancelled() and (error := work.exception()):
+                raise error
 
     def advance(self, version: int) -> None:
         """Note that the engine samples from `version` from now on: more groups may begin."""
@@ -121,24 +130,36 @@ class Stream:
 
     async def settle(self) -> None:
         """Wait until nothing is in flight; what is finished stays for the next batch."""
-        while unfinished := _unfinished(self._flights):
+        while unfinished := self._unfinished:
             await asyncio.wait(unfinished)
 
     async def close(self) -> None:
         """Cancel what is in flight; every request is released."""
         self._closed = True
-        if unfinished := _unfinished(self._flights):
+        if unfinished := self._unfinished:
             for work in unfinished:
                 work.cancel()
             await asyncio.wait(unfinished)
 
     def _fill(self) -> None:
-        while self._may_begin():
-            index = self._waiting.pop(0) if self._waiting else self._draw()
+        while (room := self._room) and (self._ready or self._showable is None):
+            index = self._ready.pop(0) if self._ready else self._next()
             work = asyncio.get_running_loop().create_task(self._play(index, self._begun))
             work.add_done_callback(lambda _: self._fill())
             self._flights.append(Flight(index, self._begun, self.version, work))
             self._begun += 1
+        if room and self._look is None and self._showable is not None:
+            self._looked_at = [self._next() for _ in range(room)]
+            self._look = asyncio.get_running_loop().create_task(self._see(self._showable))
+            self._look.add_done_callback(lambda _: self._fill())
+
+    def _next(self) -> int:
+        return self._waiting.pop(0) if self._waiting else self._draw()
+
+    async def _see(self, showable: Showable) -> None:
+        shown = await asyncio.gather(*map(showable, self._looked_at))
+        self._ready += [index for index, can in zip(self._looked_at, shown, strict=True) if can]
+        self._looked_at, self._look = [], None
 
     async def _play(self, index: int, number: int) -> list[Group]:
         groups = await roll_out(
@@ -162,13 +183,23 @@ class Stream:
         """Groups of the next batch that are left out and not replaced."""
         return max(0, len(self._rejected) - self._plan.spare)
 
-    def _may_begin(self) -> bool:
+    @property
+    def _room(self) -> int:
+        """How many groups may begin now."""
         plan = self._plan
         ahead = self._batches if plan.staleness is None else self.version + plan.staleness
         bound = (min(ahead + 1, plan.steps) - self._batches) * plan.batch
         flying = self.in_flight
-        room = flying == 0 or (flying + 1) * plan.n <= self._driver.limits.concurrency
-        return not self._closed and room and len(self._alive) + self._lost < bound
+        at_once = max(self._driver.limits.concurrency // plan.n - flying, int(flying == 0))
+        return 0 if self._closed else max(0, min(at_once, bound - len(self._alive) - self._lost))
+
+    @property
+    def _unfinished(self) -> "list[asyncio.Task[Any]]":
+        """What is in flight, and looks at images for what is to begin."""
+        return [
+            *_unfinished(self._flights),
+            *([self._look] if self._look is not None and not self._look.done() else ()),
+        ]
 
     def _chosen(self) -> list[Flight] | None:
         """Return the next batch; None while it is not whole."""

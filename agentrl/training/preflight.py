@@ -16,7 +16,7 @@ from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
 from agentrl.data.sampler import TaskSampler, filtered, make_sampler
-from agentrl.engine.base import engine_class
+from agentrl.engine.base import engine_class, launched_by
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import check_tasks, choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
@@ -215,10 +215,7 @@ def lacking(recipe: Recipe) -> list[str]:
 def placement_of(recipe: Recipe, *, member: bool = False, expected: Expected | None = None) -> Placement:
     """Return the table of the run's devices on this machine; see `place`. Raises UserError for flags of servers that
     should be numbers."""
-    try:
-        launched = engine_class(recipe.engine.name).launched(recipe.engine.args)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"engine.args.flags: expected a number: {error}") from error
+    launched = launched_by(recipe.engine)
     return place(recipe, launched, torch.cuda.device_count(), expected=expected or Expected(), member=member)
 
 

@@ -14,7 +14,7 @@ from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import DataSection, Recipe
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
-from agentrl.rollout.selection import GroupFilter, Selection, at_once, make_filter, most_groups
+from agentrl.rollout.selection import GroupFilter, Selection, Showable, at_once, make_filter, most_groups
 from agentrl.rollout.stored import read_groups
 from agentrl.rollout.stream import Flight, Plan, Stream
 from agentrl.threads import in_thread
@@ -69,6 +69,12 @@ class Rollouts(ABC):
         """Number of steps of the run."""
         return self._recipe.train.steps
 
+    @property
+    def _showable(self) -> Showable | None:
+        """Says of a task whether its images can be shown; None for a model that sees none."""
+        player, sampler, tasks = self._player, self._sampler, self._tasks
+        return (lambda index: player.showable(sampler, tasks, index)) if player.sees else None
+
     @abstractmethod
     def next(self, step: int) -> StepGroups:
         """Return the groups that step `step` trains on, and what they cost. Raises Interrupted."""
@@ -116,11 +122,14 @@ class SerialRollouts(Rollouts):
         start = perf_counter()
         limits, seed = self._recipe.rollout, (self._recipe.train.seed, step)
         occasion, told = f"step_{step}", self._on_group
-        chosen = Selection(self._draw, self._filter, limits.tasks, at_once(self._recipe), most_groups(self._recipe))
-        tasks = chosen.first()
-        self._interrupts.run(
-            lambda: self._player.play(tasks, limits.n, seed=seed, occasion=occasion, on_group=told, after=chosen.after)
-        )
+        ahead, most = at_once(self._recipe), most_groups(self._recipe)
+        chosen = Selection(self._draw, self._filter, limits.tasks, ahead, most, self._showable)
+
+        async def play() -> None:
+            tasks, after = await chosen.first(), chosen.after
+            await self._player.play(tasks, limits.n, seed=seed, occasion=occasion, on_group=told, after=after)
+
+        self._interrupts.run(play)
         self._outstanding = [*chosen.abandoned, *self._outstanding]
         seconds = perf_counter() - start
         groups, left_out = chosen.groups(kept=True), [*chosen.groups(kept=False), *chosen.surplus]
@@ -131,7 +140,7 @@ class SerialRollouts(Rollouts):
         return StepGroups(groups, metrics, left_out)
 
     def _draw(self) -> tuple[int, Task]:
-        index = self._outstanding.pop(0) if self._outstanding else self._player.draw(self._sampler, self._tasks)
+        index = self._outstanding.pop(0) if self._outstanding else self._sampler.draw(1)[0]
         return index, self._tasks[index]
 
     def state(self) -> dict[str, Json]:
@@ -214,8 +223,9 @@ class OverlappedRollouts(Rollouts):
         return Stream(
             self._player.driver(occasion=f"after_{step}"),
             self._tasks,
-            lambda: self._player.draw(self._sampler, self._tasks),
+            lambda: self._sampler.draw(1)[0],
             plan,
+            showable=self._showable,
             version=step,
             first=first,
             begun=begun,

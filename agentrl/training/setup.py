@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl.chat.base import Seeing
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
 from agentrl.checkpoint.mirror import Mirror
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
@@ -16,7 +17,7 @@ from agentrl.errors import UserError, describe
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy
 from agentrl.images import FOLDER as IMAGES
-from agentrl.images import STORE
+from agentrl.images import STORE, ImageSpan
 from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Health
 from agentrl.learner.roles import LocalRoles, RoleHost
@@ -249,12 +250,14 @@ def guide_of(player: Player, role_host: RoleHost) -> Guide:
     """Return what asks the run's teachers: those of the role host, and servers."""
     recipe, schemas = player.recipe, {tool.name: tool.schema for tool in (*player.toolbox.tools, *player.env.tools())}
 
-    def hinted(t: Trajectory, hint: str) -> Sequence[int] | None:
+    def hinted(t: Trajectory, hint: str) -> tuple[Sequence[int], Sequence[ImageSpan]] | None:
         tools = [schemas[name] for name in t.tools]
         opening = opening_of(t, lambda messages: player.chat.render(messages, tools))
         if opening is None:
             return None
-        return player.chat.render(said_by_user(opening, filled(hint, t.task)), tools)
+        messages = said_by_user(opening, filled(hint, t.task))
+        ids = player.chat.render(messages, tools)
+        return ids, player.chat.images_in(ids, messages) if isinstance(player.chat, Seeing) else ()
 
     teachers: dict[int, TeacherRole] = dict(role_host.teachers)
     for part, section in enumerate(recipe.teachers):

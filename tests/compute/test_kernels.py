@@ -1,12 +1,9 @@
 """Hand-derived passes equal their textbook expressions, and logits of a whole batch never stand in memory."""
 
-from typing import Any
-
 import pytest
 import torch
+from held_memory import Held
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl.compute import kernels
 from agentrl.compute.kernels import rms_norm, swiglu, token_logprobs
@@ -75,26 +72,6 @@ def test_norm_and_gate_are_those_of_torch(gain: bool) -> None:
     )
 
 
-class Held(TorchDispatchMode):
-    """The most bytes that tensors made inside held at a time, and the elements of the largest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-                self.largest = max(self.largest, storage.nbytes())
-        self.alive = {key: (ref, size) for key, (ref, size) in self.alive.items() if not ref.expired()}
-        self.most = max(self.most, sum(size for _, size in self.alive.values()))
-        return out
-
-
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(32_768, 150_000), (4096, 32_000)])
 def test_logits_of_the_whole_batch_never_stand(tokens: int, vocabulary: int, entropy: bool) -> None:
@@ -156,6 +133,24 @@ def test_the_gradient_of_a_large_head_adds_up_in_float32(monkeypatch: pytest.Mon
     weight = torch.tensor([1.0, *[2.0**-10] * 64])
     (token_logprobs(hidden, head, None, torch.zeros(65, dtype=torch.long), 1.0)[0] * weight).sum().backward()
     assert torch.equal(head.grad[0], torch.full((8,), 0.53125, dtype=torch.bfloat16))
+
+
+def test_the_gradient_of_a_large_head_is_added_without_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slice by slice: the same bits as in one product, in the memory of one gradient."""
+    hidden, head, _, target = inputs(False, False)
+    found = []
+    for size in (1 << 20, 24):
+        monkeypatch.setattr(kernels, "SLICE", size)
+        logprobs = token_logprobs(hidden, head, None, target, 0.7)[0]
+        found.append(torch.autograd.grad(logprobs.sum(), head)[0])
+    assert torch.equal(*found)
+    monkeypatch.setattr(kernels, "SLICE", 1 << 16)
+    with torch.device("meta"):
+        hidden, target = torch.empty(8, 512, requires_grad=True), torch.empty(8, dtype=torch.long)
+        head = torch.empty(32_000, 512, requires_grad=True)
+    with Held() as held:
+        token_logprobs(hidden, head, None, target, 1.0)[0].sum().backward()
+    assert 2 * head.nbytes < held.most < 2.1 * head.nbytes  # the layer itself, and its gradient
 
 
 def test_a_gpu_takes_more_rows_at_once() -> None:

@@ -143,6 +143,8 @@ def test_a_tenth_is_held_out_by_its_key(tmp_path: Path, caplog: pytest.LogCaptur
     assert list(other) != list(test)
     with pytest.raises(UserError, match="1 rows are too few to hold some out"):
         open_source(str(write(tmp_path / "one.jsonl", ROWS[:1]))).rows("train")
+    with pytest.raises(UserError, match="40 rows with 1 different prompt are too few to hold some out"):
+        open_source(str(write(tmp_path / "same.jsonl", ROWS[:1] * 40))).rows("train")
 
 
 def test_splits_are_named(tmp_path: Path) -> None:

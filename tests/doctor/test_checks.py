@@ -233,6 +233,46 @@ def test_a_planted_fault_is_found(
         raise AssertionError(found.figure)
 
 
+def test_what_auto_stands_for_on_a_gpu_is_what_is_examined(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Servers are launched in the type that the run's would be."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Subject(small(), tmp_path).recipe.model.compute == "bfloat16"
+    assert Subject(small(cluster__gpus=8), tmp_path).half
+
+
+def test_a_server_that_rounds_is_no_fault_where_the_trainer_keeps_float32(subject: Subject, monkeypatch: Patch) -> None:
+    wrong_turns(monkeypatch, lambda turn: turn.logprobs.__setitem__(slice(None), [p - 0.02 for p in turn.logprobs]))
+    assert finding("parity", subject).status is Status.FAILED
+    subject.recipe = small(model__compute="bfloat16")
+    assert finding("parity", subject).status is Status.OK
+
+
+def test_the_check_of_an_adapter_leaves_the_recipes_own(subject: Subject) -> None:
+    subject.recipe = recipe = small(model__lora={"rank": 2})
+    assert finding("lora", subject).status is Status.OK
+    assert subject.recipe is recipe
+
+
+def test_servers_are_tried_on_devices_of_their_own(subject: Subject, monkeypatch: Patch) -> None:
+    """As in a run; and here, wherever the run's are to be."""
+    args = {"servers": 2, "remote_nodes": 2, "venv": "/none"}
+    given: list[Any] = []
+
+    def made(section: Any, *_: Any, **options: Any) -> Any:
+        given.append((section.args, options["devices"]))
+        raise UserError("no more is needed")
+
+    monkeypatch.setattr("agentrl.rollout.player.make_engine", made)
+    for count in (2, 1):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
+        with pytest.raises(UserError, match="no more is needed"):
+            subject.build(small(engine__name="sglang", engine__args=args, model__device="cpu"))
+        with pytest.raises(UserError, match="no more is needed"):
+            subject.build(small(engine__name="sglang", engine__args=args))
+    one = {"servers": 1, "venv": "/none"}
+    assert given == [(one, ((0,),)), (one, ((1,),)), (one, ((0,),)), (one, ())]  # the last one has to share
+
+
 @pytest.fixture
 def seeing(subject: Subject) -> Subject:
     """Of a model that sees."""

@@ -141,6 +141,18 @@ def png(seed: int = 1, size: int = 32) -> bytes:
     return buffer.getvalue()
 
 
+def test_a_tag_without_a_column_of_images_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "What is this?"}, *({"prompt": f"<image>{i}?", "image": "a.png"} for i in range(2))]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    env = Dataset(splits={"train": str(tmp_path / "train.jsonl")}, reward="none")
+    assert len(env.tasks("train")) == 3
+    assert [record.message.partition(": ")[2] for record in caplog.records] == [
+        "its prompt says <image>, and the row has no field 'images': no image is shown (env.args.images names the "
+        "column)"
+    ]
+    assert "train.jsonl, line 2: " in caplog.text
+
+
 async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
     row = {"prompt": "<image>Which of <image> and this? <video>", "images": ["a.png", {"bytes": None, "path": "b.png"}]}
     env, task = one(tmp_path, row, reward="none")
@@ -157,6 +169,9 @@ async def test_images_stand_where_the_prompt_says(tmp_path: Path) -> None:
         one(tmp_path, {**row, "prompt": "one <image>"}, reward="none")
     with pytest.raises(UserError, match="has 2 images in field 'images', and its messages have 3 <image> tags"):
         one(tmp_path, {**row, "prompt": "<image><image><image>"}, reward="none")
+    with pytest.raises(UserError, match=r"line 1: its prompt says <image>, and there is no field 'picture' \(env.args"):
+        one(tmp_path, row, reward="none", images="picture")
+    assert one(tmp_path, {"prompt": "no tag"}, reward="none", images="picture")[1].data["messages"]
     with pytest.raises(UserError, match="line 1: its prompt shows a video"):
         one(tmp_path, {**row, "videos": ["a.mp4"]}, reward="none")
 

@@ -219,8 +219,7 @@ def test_a_run_that_learns_from_rollouts_keeps_their_pictures(trained, tmp_path)
     ("changed", "why"),
     [
         (("algorithm=opd", "teacher.url=http://127.0.0.1:1"), "teacher.url: a server is not yet sent images"),
-        (("algorithm=opd", 'teacher={"path": "policy", "hint": "think"}'), "teacher.hint: not yet"),
-        (("algorithm.routing_replay=true",), "algorithm.routing_replay: not yet"),
+        (("algorithm.routing_replay=true",), "has no router whose choice can be replayed"),
     ],
 )
 def test_what_a_model_that_sees_cannot_do_yet_is_refused(trained, tmp_path, changed, why):

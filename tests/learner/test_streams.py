@@ -289,10 +289,10 @@ def test_a_hint_moves_no_sampled_token() -> None:
             known = (batch.tokens["ids"] * batch.tokens["loss_mask"]).astype(np.float32)
             return Batch(batch.offsets, {"teacher_logprobs": -known}, {})
 
-    def hinted(t: Trajectory, hint: str) -> list[int]:
+    def hinted(t: Trajectory, hint: str) -> tuple[list[int], tuple[()]]:
         found = opening_of(t, chat.render)
         assert found == tuple(asked)
-        return chat.render([*found, {"role": "user", "content": filled(hint, t.task)}])
+        return chat.render([*found, {"role": "user", "content": filled(hint, t.task)}]), ()
 
     recipe = Recipe.model_validate(
         {"algorithm": "opd", "teacher": {"path": "policy", "form": "sampled", "hint": "it is {answer} {braces}"}}

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from held_memory import Held
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
 from vision_help import picture
 
@@ -182,7 +183,25 @@ def test_roles_share_the_workers_or_have_their_own(folder: Path) -> None:
 
 def test_the_chunks_of_logits_are_those_of_the_kernel() -> None:
     assert (memory.LOGIT_ELEMENTS, memory.LOGIT_ROWS) == (kernels.CHUNK, kernels.CHUNK_ROWS)
-    assert memory.GPU_LOGIT_ROWS == kernels.GPU_ROWS
+    assert (memory.GPU_LOGIT_ROWS, memory.HEAD_SLICE) == (kernels.GPU_ROWS, kernels.SLICE)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_what_is_planned_of_the_output_layer_is_what_it_takes(kind: torch.dtype) -> None:
+    """No more than planned, and not much less, on tensors without data."""
+    config = Qwen3Config(vocab_size=150_000, hidden_size=1024, intermediate_size=48, num_hidden_layers=1, head_dim=16,
+                         num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+    for tokens in (64, 2048):
+        with torch.device("meta"):
+            hidden = torch.empty(tokens, 1024, dtype=kind, requires_grad=True)
+            head = torch.empty(150_000, 1024, dtype=kind, requires_grad=True)
+            target = torch.empty(tokens, dtype=torch.long)
+        with Held() as held:
+            kernels.token_logprobs(hidden, head, None, target, 0.9)[0].sum().backward()
+        size = kind.itemsize
+        planned = plan(Shape.of(config), Setting(size=size, compute=size, tokens=tokens)).logits
+        taken = held.most - head.nbytes  # which is a view of it
+        assert 0.75 * planned < taken < planned + 3 * hidden.nbytes + 4 * min(kernels.KEPT, tokens * len(head))
 
 
 def test_what_is_planned_is_what_a_step_allocates() -> None:

@@ -16,6 +16,7 @@ from learner_help import make_model as make_dense
 from sglang_help import StandIn
 from train_help import metrics, small
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from vision_help import picture, prompt, seeing_model, trajectory
 from vllm_help import VllmStandIn
 
 import agentrl
@@ -34,6 +35,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import resolve
 from agentrl.models.routing import Routing, ServedExperts
+from agentrl.models.vision import Vision
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -89,6 +91,41 @@ async def test_the_engine_tells_what_it_chose_over_turns_and_shared_prompts(fami
     await engine.close()
     silent = LocalEngine(model, max_batch=1)
     assert (await silent.generate(prompt, Sampling(2), "c")).experts is None
+
+
+def seen(model: Any, ids: np.ndarray) -> np.ndarray:
+    """What the routers choose for a sequence of keyed ids on its own, [T, layers, experts a token]."""
+    with Routing.of(model).recording() as taken, torch.no_grad():
+        Vision(model).logits(ids)
+    return torch.stack([layer for layer in taken if layer is not None], 1).numpy()
+
+
+async def test_a_mixture_that_sees_tells_what_it_chose_and_is_trained_with_it() -> None:
+    model, _ = seeing_model("qwen3_vl_moe")
+    engine = LocalEngine(model, max_batch=4, routing_replay=True)
+    parts = ([30, 40, 41], picture(0), [50, 51], picture(1, 48, 16), [60])
+    ids = prompt(model, *parts).tolist()
+    made = [await engine.generate(ids, Sampling(6, seed=seed), str(seed)) for seed in range(2)]
+    again = await engine.generate([*ids, *made[0].ids, 7, 8], Sampling(3, seed=5), "0")
+    for start, told in ((ids, made[0]), (ids, made[1]), ([*ids, *made[0].ids, 7, 8], again)):
+        whole = np.array([*start, *told.ids])
+        assert np.array_equal(told.experts, seen(model, whole)[:-1])
+    await engine.close()
+    samples = []
+    for told in made:
+        t = trajectory(model, *parts, answer=told.ids)
+        missing = np.full((1, *told.experts.shape[1:]), -1, np.int16)
+        logprobs = np.concatenate([np.zeros(len(ids)), told.logprobs]).astype(np.float32)
+        samples.append(replace(t, experts=np.concatenate([told.experts, missing]), logprobs=logprobs))
+    batch = Batch.from_trajectories(samples, [0, 0])
+    weights = batch.spread(np.full(2, 1 / batch.sampled.sum(), np.float32))
+    batch = batch.with_tokens(weight=weights, advantages=batch.spread(np.array([1, -1], np.float32)))
+    actor = Actor(model, replaying())
+    np.testing.assert_allclose(actor.logprobs(batch), batch.tokens["logprobs"], atol=1e-4)
+    found = actor.update(batch, 0.0)
+    assert found.sums["mismatch/experts"] == 0
+    other = batch.with_tokens(experts=((batch.tokens["experts"] + 1) % 4).astype(np.int16))
+    assert np.abs(actor.logprobs(other) - batch.tokens["logprobs"]).max() > 1e-3
 
 
 @pytest.mark.parametrize(("stand_in", "kind"), [(StandIn, SglangEngine), (VllmStandIn, VllmEngine)])

@@ -1,12 +1,14 @@
 """A model that sees is trained in every way that one which reads text is: adapters, checkpointing, a reference."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lora_help import ADAPTED, merged_state, stirred
-from vision_help import groups, picture, prompt, save_seeing, trajectory
+from vision_help import groups, picture, prompt, save_seeing, sequence, trajectory
 
 from agentrl.checkpoint.checkpoints import save_model
 from agentrl.compute.batch import Batch
@@ -20,15 +22,19 @@ from agentrl.errors import UserError
 from agentrl.learner.actor import Actor
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
+from agentrl.learner.streams import with_streams
+from agentrl.learner.teacher import Guide, Teacher
 from agentrl.models import lora
 from agentrl.models.image_input import check_sight
 from agentrl.models.load import check_roles, load_model, load_scorer, load_tokenizer
 from agentrl.models.vision import Vision
+from agentrl.plugins.types import Task
 from agentrl.recipe.schema import LoraSection, ModelSection, Recipe
 from agentrl.rollout.model_reward import translation
 from agentrl.rollout.scorer import _sample
 from agentrl.sft.pairs import Pair, PairReader
 from agentrl.sft.reward_model import RewardTrainer
+from agentrl.trajectory import Trajectory
 
 
 @pytest.fixture(scope="module")
@@ -226,13 +232,54 @@ def test_a_reward_model_sees(folder: Path, tmp_path: Path) -> None:
         )
 
 
+def test_a_teacher_with_a_hint_sees_the_same_pictures(folder: Path) -> None:
+    """Its log-probs of the answer are those of the policy after an opening that holds the pictures and the hint."""
+    wanted = checked(recipe(folder, **DISTILL, teacher={"path": "policy", "form": "sampled", "hint": "{answer}"}))
+    model = load(folder)
+    square, wide, answer = picture(0), picture(1, 48, 16), [50, 60, 70]
+    hints = {"a": [33, 34], "b": [35]}
+
+    def opening(name: str, *hint: int) -> list[Any]:
+        return [[30, 40], square, [41, *hint]] if name == "a" else [square, wide, [42, 43, *hint]]
+
+    samples = [
+        replace(trajectory(model, *opening(name), answer=answer), task=Task(name, {"answer": name})) for name in hints
+    ]
+    plain = replace(trajectory(model, [20, 21, 22], answer=answer), task=Task("b", {"answer": "none"}))
+
+    def hinted(t: Trajectory, hint: str) -> Any:
+        assert hint == "{answer}"
+        name = t.task.data["answer"]
+        return sequence(model, *opening(name, *hints[name])) if name in hints else None
+
+    forward = choose(model)[0]
+    guide = Guide(wanted, {0: Teacher.in_process(wanted.teachers[0], wanted, forward)}, hinted=hinted)
+    rows = [*samples, plain]
+    batch = with_streams(Batch.from_trajectories(rows, [0, 1, 2]), rows, wanted, 0, lambda task: 0)
+    found = guide.taught(batch, rows).tokens["teacher_logprobs"]
+    with torch.no_grad():
+        for index, ids in enumerate(
+            [*(prompt(model, *opening(name, *hints[name])) for name in hints), np.array([20, 21, 22])]
+        ):
+            whole = np.concatenate([ids, answer])
+            log_p = Vision(model).logits(whole).log_softmax(-1)[len(ids) - 1 : -1]
+            alone = log_p.gather(1, torch.tensor(answer)[:, None])[:, 0].numpy()
+            span = batch.span(index)
+            np.testing.assert_allclose(found[span][-3:], alone, atol=1e-4)
+    told = choose(model)[0](next(micro_batches(Batch.from_trajectories(samples[:1]), 999)), 1.0)[0]
+    assert np.abs(told.detach().numpy() - found[batch.span(0)][-3:]).max() > 1e-3  # without the hint
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
         ({**GAE, "critic": {"path": "tiny"}}, "critic.path: tiny reads text alone"),
         ({**DISTILL, "teacher": {"path": "tiny"}}, "teacher.path: tiny reads text alone"),
         ({**DISTILL, "teacher": {"url": "http://127.0.0.1:1"}}, "teacher.url: a server is not yet sent images"),
-        ({**DISTILL, "teacher": {"path": "policy", "hint": "x"}}, "teacher.hint: not yet for a model that sees"),
+        (
+            {"algorithm": {"routing_replay": True}, "engine": {"name": "sglang", "args": {"urls": ["http://x"]}}},
+            "algorithm.routing_replay: of a model that sees only the engine local records",
+        ),
     ],
 )
 def test_what_would_not_see_is_refused(sections: dict[str, Any], words: str, folder: Path) -> None:

@@ -1,8 +1,10 @@
 """Pictures in a rollout: of openings, tools and replies; broken, too many, or too large for what room is left."""
 
+import asyncio
 import base64
 import io
 import random
+import threading
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 
@@ -104,13 +106,17 @@ async def test_every_picture_stands_where_it_was_shown(parts):
     assert engine.prompts[1][: len(engine.prompts[0])] == engine.prompts[0]
 
 
-async def test_broken_pictures_of_a_tool_are_told_in_words(parts):
-    env = Gallery([], [b"broken", picture(2), "/no/file.png"])
+async def test_broken_pictures_of_a_tool_are_told_in_words(parts, tmp_path):
+    (tmp_path / "text.png").write_text("no image")
+    env = Gallery([], [b"broken", picture(2), "/no/file.png", str(tmp_path / "text.png")])
     t, _ = await drive(parts[1], env, [CALL, "a"])
     assert (t.failure, len(t.images)) == (None, 1)
     text = t.messages[2]["content"][0]["text"]
     assert "[image 1 cannot be shown: it is no image that can be read]" in text
     assert "[image 3 cannot be shown: its file /no/file.png cannot be read" in text
+    assert f"[image 4 cannot be shown: it is no image that can be read ({tmp_path}/text.png)]" in text
+    with pytest.raises(ImageError, match="its path is empty"):
+        STORE.put("")
     assert t.tool_uses[0].error.startswith("tool: image 1: ")
 
 
@@ -188,12 +194,36 @@ async def test_another_task_is_drawn_where_a_picture_turns_out_to_be_damaged(par
     tasks = env.tasks("train")
     assert not (await measure_prompts(env, (), parts[1], tasks, 1000)).broken
     sampler = TaskSampler(8, seed=0)
-    assert sorted(drawn(sampler, env, parts[1], tasks) for _ in range(6)) == [0, 1, 3, 4, 6, 7]
+    shuffled = [i for i in TaskSampler(8, seed=0).draw(8) if i not in (2, 5)]
+    assert await drawn(sampler, env, parts[1], tasks, 6) == shuffled
     assert "task train-2 is left out: an image cannot be shown: it is damaged" in caplog.text
     assert sampler.excluded == {2, 5}
     none = TaskSampler(8, seed=0, excluded=frozenset({0, 1, 3, 4, 5, 6, 7}))
     with pytest.raises(UserError, match="no task is left"):
-        drawn(none, env, parts[1], tasks)
+        await drawn(none, env, parts[1], tasks, 1)
+
+
+class Decoding(Gallery):
+    """Its pictures are looked at once something has run in the event loop meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__([], (), [])
+        self.went_on, self.threads = threading.Event(), set()
+
+    def images(self, task):
+        self.threads.add(threading.current_thread())
+        assert self.went_on.wait(20)
+        return [picture(1)]
+
+
+async def test_the_event_loop_goes_on_while_pictures_of_drawn_tasks_are_decoded(parts):
+    env, tasks = Decoding(), [Task(str(i), {}) for i in range(3)]
+    drawing = asyncio.create_task(drawn(TaskSampler(3, seed=0), env, parts[1], tasks, 3))
+    while not env.threads:
+        await asyncio.sleep(0.001)
+    env.went_on.set()
+    assert sorted(await drawing) == [0, 1, 2]
+    assert threading.main_thread() not in env.threads
 
 
 async def test_replies_of_an_environment_show_no_more_than_a_conversation_may_hold(parts):

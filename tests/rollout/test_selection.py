@@ -17,7 +17,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.types import Session, Task
 from agentrl.recipe.schema import FilterSection, Recipe
 from agentrl.rollout.groups import roll_out
-from agentrl.rollout.selection import GroupFilter, Selection, at_once, most_groups
+from agentrl.rollout.selection import GroupFilter, Selection, Showable, at_once, most_groups
 from agentrl.trajectory import Group
 
 TASKS = [Task(f"t{i}", {"i": i}) for i in range(60)]
@@ -39,7 +39,14 @@ class Played:
 
 
 async def play(
-    needed: int, *, most: int = 60, ahead: int = 0, reward: Any = third, keep: str | None = "varied", **limits: Any
+    needed: int,
+    *,
+    most: int = 60,
+    ahead: int = 0,
+    reward: Any = third,
+    keep: str | None = "varied",
+    showable: Showable | None = None,
+    **limits: Any,
 ) -> Played:
     numbers, hooks = count(), Hooks()
 
@@ -47,9 +54,9 @@ async def play(
         return (index := next(numbers)), TASKS[index]
 
     judge = None if keep is None else GroupFilter(FilterSection(name=keep), 5.0)
-    chosen = Selection(draw, judge, needed, needed + ahead, most)
+    chosen = Selection(draw, judge, needed, needed + ahead, most, showable)
     driver = make_driver(ScriptedEngine(lambda *_: "4"), Env(hooks, calc_reward=reward), **limits)
-    groups = await roll_out(driver, chosen.first(), 2, after=chosen.after)
+    groups = await roll_out(driver, await chosen.first(), 2, after=chosen.after)
     hooks.check()
     return Played(chosen, groups, hooks)
 
@@ -98,6 +105,51 @@ async def test_over_sampled_it_stops_when_enough_are_whole_and_names_what_it_aba
     assert played.kept() == ["t0", "t3", "t4", "t5"]
     assert played.chosen.abandoned == [1, 2]
     assert played.hooks.total("env", "create") == played.hooks.total("env", "release") == 12
+
+
+async def slowly_seen(index: int) -> bool:
+    """Every fourth task has a picture that cannot be shown."""
+    await asyncio.sleep(hash((index, "seen")) % 3 / 1000)
+    return index % 4 != 0
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 100])
+async def test_tasks_whose_pictures_cannot_be_shown_are_passed_over(concurrency: int) -> None:
+    played = await play(4, showable=slowly_seen, concurrency=concurrency)
+    assert set(played.kept()) == {"t3", "t6", "t9", "t15"}
+    assert sorted(played.chosen.drawn) == [i for i in range(16) if i % 4]
+    assert [group.task.id for group in played.groups] == [f"t{i}" for i in played.chosen.drawn]
+    assert played.chosen.abandoned == []
+
+
+async def test_over_sampling_looks_at_no_more_pictures_than_it_needs() -> None:
+    played = await play(3, ahead=2, most=40, showable=slowly_seen)
+    assert len(played.kept()) == 3
+    assert not {f"t{4 * i}" for i in range(10)} & {group.task.id for group in played.groups}
+    whole = {played.chosen.drawn[place] for place in played.chosen.whole}
+    assert whole.isdisjoint(played.chosen.abandoned)
+    assert len(played.chosen.drawn) <= 11
+
+
+async def test_what_was_drawn_and_not_yet_seen_begins_the_next_step() -> None:
+    """Enough groups are kept while another's pictures are still looked at: its task is not lost, and never begins."""
+    seen, last = asyncio.Event(), 4
+
+    async def sees(index: int) -> bool:
+        if index == last:
+            await seen.wait()
+        return True
+
+    async def in_turn(session: Session) -> float:
+        if session.task.id == "t3":  # the last one that is needed ends while t4 is looked at
+            await asyncio.sleep(0.05)
+            asyncio.get_running_loop().call_later(0.05, seen.set)
+        return 1.0 if session.task.id == "t0" else float(session.id.split("#")[1][0])
+
+    played = await play(3, ahead=1, most=5, reward=in_turn, showable=sees)
+    assert len(played.kept()) == 3
+    assert played.chosen.abandoned == [last]
+    assert "t4" not in {group.task.id for group in played.groups}
 
 
 async def test_over_sampling_goes_with_dynamic_sampling() -> None:

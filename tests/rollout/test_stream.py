@@ -9,6 +9,7 @@ import pytest
 from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver
 from processes import eventually
 
+from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.rollout.stream import Plan, Stream
 
@@ -242,6 +243,53 @@ async def test_samples_depend_on_the_groups_number_alone():
 
     assert await seeds({"concurrency": 2}) == await seeds({"concurrency": 100})
     assert not await seeds({}) & await seeds({}, version=3)
+
+
+async def test_tasks_whose_pictures_cannot_be_shown_are_passed_over_in_order():
+    async def slowly(index):
+        await asyncio.sleep(index % 3 / 1000)
+        return index % 4 != 0
+
+    stream, drawn = make_stream(staleness=None, batch=3, steps=2, showable=slowly)
+    assert taken(await stream.take()) == [1, 2, 3]
+    stream.advance(1)
+    assert taken(await stream.take()) == [5, 6, 7]
+    assert drawn == list(range(9))[: len(drawn)]
+    assert stream.outstanding == []
+
+
+async def test_a_task_whose_pictures_are_looked_at_is_outstanding_and_seen_again():
+    looked = asyncio.Event()
+
+    async def never(index):
+        looked.set()
+        await asyncio.sleep(60)
+
+    stream, drawn = make_stream(showable=never)
+    pending = asyncio.create_task(stream.take())
+    await looked.wait()
+    assert stream.outstanding == drawn == list(range(len(drawn)))
+    pending.cancel()
+    await stream.close()
+    left, again = stream.outstanding, asyncio.Event()
+
+    async def seen(index):
+        again.set()
+        return index != 1
+
+    resumed, drawn = make_stream(first=left, showable=seen, begun=0)
+    assert taken(await resumed.take()) == [0, 2, 3, 4]
+    assert again.is_set()
+
+
+async def test_no_task_that_can_be_shown_ends_the_batch():
+    async def none(index):
+        raise UserError("no task is left")
+
+    stream, _ = make_stream(showable=none)
+    with pytest.raises(UserError, match="no task is left"):
+        await stream.take()
+    await stream.settle()
 
 
 async def test_new_weights_land_in_the_middle_of_a_request():

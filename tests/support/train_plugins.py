@@ -45,6 +45,13 @@ class LeavesThreads(Noisy):
                 await asyncio.sleep(3600)
 
 
+class Few(Noisy):
+    """Twelve tasks, which whoever goes through all of them is done with in no time."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return super().tasks(split)[:12]
+
+
 class Half(Noisy):
     """Five tasks, the rewards of two differ from sample to sample; those of the others are equal."""
 

@@ -1,7 +1,9 @@
 """Whole runs that sample while they train: no task lost or played twice, staleness bounded, stopped and resumed."""
 
+import functools
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,18 @@ def tasks(result: TrainResult) -> Counter[str]:
     return Counter(t["task"] for path in paths for t in records(result.folder, path.stem))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TrainResult]:
+    """The run of an overlap that nothing stops; each is trained once."""
+    return functools.cache(lambda overlap: agentrl.train(job(tmp_path_factory.mktemp(overlap) / "run", overlap)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("overlap", "oldest"), [("one_step", 1), ("async", 2)])
-def test_a_run_trains_on_every_task_once_and_on_none_too_old(tmp_path: Path, overlap: str, oldest: int) -> None:
-    result = agentrl.train(job(tmp_path / "run", overlap))
+def test_a_run_trains_on_every_task_once_and_on_none_too_old(
+    whole: Callable[[str], TrainResult], overlap: str, oldest: int
+) -> None:
+    result = whole(overlap)
     rows = metrics(result.folder)
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert max(row["rollout/staleness_max"] for row in rows[1:]) == oldest
@@ -44,7 +54,8 @@ def test_a_run_trains_on_every_task_once_and_on_none_too_old(tmp_path: Path, ove
 
 @pytest.mark.slow
 def test_one_step_off_gives_the_same_run_twice(tmp_path: Path) -> None:
-    first, second = (agentrl.train(job(tmp_path / name, "one_step", eval__every=2)) for name in "ab")
+    changes = {"train": {"steps": 3, "lr": 1e-3, "save_every": 0, "threads": 1}, "eval__every": 2}
+    first, second = (agentrl.train(job(tmp_path / name, "one_step", **changes)) for name in "ab")
     for ours, theirs in zip(metrics(first.folder), metrics(second.folder), strict=True):
         for key in ("reward/mean", "rollout/tokens", "train/loss", "eval/test/accuracy", "rollout/staleness_max"):
             assert ours.get(key, -1) == pytest.approx(theirs.get(key, -1), rel=1e-3, abs=2e-5)
@@ -52,7 +63,9 @@ def test_one_step_off_gives_the_same_run_twice(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["one_step", "async"])
-def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(tmp_path: Path, overlap: str) -> None:
+def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(
+    tmp_path: Path, whole: Callable[[str], TrainResult], overlap: str
+) -> None:
     trackers = {"track__trackers": ["train_plugins:StopsAfterThree"]}
     stopped = agentrl.train(job(tmp_path / "run", overlap, **trackers))
     assert stopped.interrupted
@@ -62,8 +75,7 @@ def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(tmp_path: Path
     assert [row["step"] for row in metrics(result.folder)] == list(range(STEPS + 1))
     assert set(tasks(result).values()) == {4}
     assert len(tasks(result)) == 2 * STEPS
-    whole = agentrl.train(job(tmp_path / "whole", overlap))
-    assert tasks(result) == tasks(whole)
+    assert tasks(result) == tasks(whole(overlap))
 
 
 DYNAMIC: dict[str, Any] = {
@@ -116,10 +128,11 @@ def test_a_curriculum_over_filtered_tasks_for_some_epochs_is_resumed(
 ) -> None:
     data = {"order": {"name": "curriculum", "args": {"rest": 0.3}}, "filter": "train_plugins:first_eight", "epochs": 1}
     steps = {"steps": 50, "lr": 1e-5, "save_every": 1, "keep": 9, "threads": 1}
-    changes = {**DYNAMIC, "env": {"name": NOISY}, "algorithm": {}, "data": data, "train": steps, "eval__splits": []}
+    few = {"env": {"name": "train_plugins:Few"}, "algorithm": {}}
+    changes = {**DYNAMIC, **few, "data": data, "train": steps, "eval__splits": []}
     whole = agentrl.train(job(tmp_path / "whole", "none", **changes))
     said = capsys.readouterr().out
-    assert "data.filter 'train_plugins:first_eight' keeps 8 of " in said
+    assert "data.filter 'train_plugins:first_eight' keeps 8 of 12" in said
     assert "data.epochs 1: 4 steps of 2 of 8 tasks" in said
     rows = metrics(whole.folder)[1:]
     assert len(rows) == 4
@@ -160,7 +173,8 @@ def test_tasks_that_were_abandoned_come_with_the_next_step(tmp_path: Path, capsy
 @pytest.mark.slow
 def test_an_engine_that_sleeps_while_the_trainer_works_gives_the_same_run(tmp_path: Path) -> None:
     asleep, awake = (
-        agentrl.train(small(tmp_path / str(sleep), engine={"sleep": sleep}, eval__splits=[])) for sleep in (True, False)
+        agentrl.train(small(tmp_path / str(sleep), engine={"sleep": sleep}, train__steps=2, eval__splits=[]))
+        for sleep in (True, False)
     )
     for ours, theirs in zip(metrics(asleep.folder)[1:], metrics(awake.folder)[1:], strict=True):
         assert ours["reward/mean"] == pytest.approx(theirs["reward/mean"], rel=1e-3)

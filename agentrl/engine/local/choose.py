@@ -33,7 +33,7 @@ def runner_for(model: Any, routing: Routing | None = None) -> Runner:
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
     if block.unsupported(model) is None:
         return BlockRunner(model)
-    runner = VisionRunner(model) if Vision.of(model) else ModuleRunner(model, routing)
+    runner = (VisionRunner if Vision.of(model) else ModuleRunner)(model, routing)
     reason = runner.unsupported() or _disagreement(model, runner)
     if reason is None:
         return runner

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class ModuleRunner(CachedRunner):
         """See `_call`. mask: of the attention."""
         last, where = np.unique(lengths - 1, return_inverse=True)
         kept = {"logits_to_keep": self._tensor(last)} if self._keep else {}
-        with nullcontext() if self.routing is None else self.routing.recording() as chosen:
+        with self._recorded(view):
             out = self.model(
                 input_ids=self._tensor(ids),
                 attention_mask=mask,
@@ -135,11 +135,19 @@ class ModuleRunner(CachedRunner):
                 use_cache=True,
                 **kept,
             )
-        if chosen is not None:
-            self._keep_experts(torch.cat([c for c in chosen if c is not None], dim=-1), view)
         where = where if self._keep else lengths - 1
         logits: Tensor = out.logits[torch.arange(len(rows), device=self.device), self._tensor(where)].float()
         return logits
+
+    @contextmanager
+    def _recorded(self, view: "_SlotView") -> Iterator[None]:
+        """Store what the routers choose in the block for the queries of a call, where that is asked for."""
+        if self.routing is None:
+            yield
+            return
+        with self.routing.recording() as chosen:
+            yield
+        self._keep_experts(torch.cat([c for c in chosen if c is not None], dim=-1), view)
 
     def _keep_experts(self, chosen: Tensor, view: _SlotView) -> None:
         """Store what the routers chose for the queries of a call, [R * Q, layers * experts a token]."""

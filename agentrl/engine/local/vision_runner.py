@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 from agentrl.engine.local.module_runner import ModuleRunner, evaluating
 from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Ints, Work
+from agentrl.models.routing import Routing
 from agentrl.models.vision import Vision
 
 
@@ -20,8 +21,8 @@ class VisionRunner(ModuleRunner):
     positions than tokens.
     """
 
-    def __init__(self, model: Any) -> None:
-        super().__init__(model)
+    def __init__(self, model: Any, routing: Routing | None = None) -> None:
+        super().__init__(model, routing)
         self.vision = Vision(model, keep=True)
         self.ids: Ints = np.zeros((0, 0), np.int64)
         self.ahead: Ints = np.zeros(0, np.int64)
@@ -70,13 +71,15 @@ class VisionRunner(ModuleRunner):
         axes = self._axes
         if axes is None:
             axes = np.tile(positions + self.ahead[rows, None], (self.vision.input.family.axes, 1, 1))
-        states = self.vision.base.language_model(
-            attention_mask=mask,
-            position_ids=self.vision.position_ids(axes),
-            past_key_values=view,
-            use_cache=True,
-            **self.vision.embedded(ids),
-        ).last_hidden_state
+        embedded = self.vision.embedded(ids)
+        with self._recorded(view):
+            states = self.vision.base.language_model(
+                attention_mask=mask,
+                position_ids=self.vision.position_ids(axes),
+                past_key_values=view,
+                use_cache=True,
+                **embedded,
+            ).last_hidden_state
         last = states[torch.arange(len(rows), device=self.device), self._tensor(lengths - 1)]
         return self.vision.head(last).float()
 

@@ -4,15 +4,18 @@ Connections are pooled in one aiohttp session per event loop, because a run may 
 """
 
 import asyncio
+import http.client
 import json
 import os
 from collections.abc import AsyncGenerator, Mapping
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
 from agentrl.engine.base import EngineError
 from agentrl.plugins.types import Json
+from agentrl.threads import in_thread
 from agentrl.weights.addresses import authorization
 from agentrl.weights.publisher import KEEP_ALIVE_SECONDS
 
@@ -20,6 +23,7 @@ CONNECT_SECONDS = 10.0
 _JSON = {"Content-Type": "application/json"}
 _RETRYABLE = (408, 425, 429)
 _BUSY_OR_BROKEN = 500
+_SHOWN = 300
 
 
 class ServerError(EngineError):
@@ -86,6 +90,31 @@ class Client:
         """Post JSON, and return the answer's. timeout: seconds. Raises ServerError."""
         return await self._call("POST", path, body, timeout)
 
+    async def check_answers(self, path: str, *, timeout: float) -> None:
+        """Raise ServerError where it gives no sign of life: no connection, or an error of its own (5xx) to a GET.
+        LateError: none within `timeout` seconds.
+
+        It is asked in a thread, which waits in the kernel: an event loop of ours that stands still does not make an
+        answer late.
+        """
+        await in_thread(self._check_answers, path, timeout)
+
+    def _check_answers(self, path: str, timeout: float) -> None:
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=timeout)
+        try:
+            connection.request("GET", parts.path + path, headers=authorization(self._sessions.key))
+            answer = connection.getresponse()
+            if answer.status >= _BUSY_OR_BROKEN:
+                raise self._refusal(path, answer.status, answer.read(_SHOWN))
+        except TimeoutError as error:
+            raise LateError(f"{self.url}{path}: no answer within {timeout:g} seconds") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url}{path}: {_line(error)}") from error
+        finally:
+            connection.close()
+
     async def stream(self, path: str, body: Mapping[str, Json]) -> AsyncGenerator[bytes]:
         """Yield the payloads of the server-sent events that it answers with, as they come, without the closing
         `[DONE]`. body: JSON, in which lists of numbers may be arrays of numpy's.
@@ -135,12 +164,16 @@ class Client:
         if isinstance(error, aiohttp.ClientConnectorError):
             why = os.strerror(error.os_error.errno) if error.os_error.errno else str(error.os_error)
             return ServerError(f"{self.url}{path}: cannot connect ({why})")
-        line = " ".join(str(error).split()) or type(error).__name__
-        return ServerError(f"{self.url}{path}: {line}")
+        kind = LateError if isinstance(error, aiohttp.ServerTimeoutError) else ServerError
+        return kind(f"{self.url}{path}: {_line(error)}")
 
     def _refusal(self, path: str, status: int, data: bytes) -> ServerError:
         kind = ServerError if status >= _BUSY_OR_BROKEN or status in _RETRYABLE else RefusedError
         return kind(f"{self.url}{path}: it answers {status}: {message_of(data)}")
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def message_of(data: bytes) -> str:
@@ -157,4 +190,4 @@ def message_of(data: bytes) -> str:
 
 def _shortened(data: bytes) -> str:
     text = " ".join(data.decode(errors="replace").split())
-    return text if len(text) <= 300 else text[:297] + "..."
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

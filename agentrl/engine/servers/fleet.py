@@ -27,8 +27,8 @@ from agentrl.weights.scratch import LOGS, Scratch
 FAULTS = 3
 """Failed requests in a row that take a server out although it answers."""
 ALIVE_SECONDS, UPDATE_SECONDS = 5.0, 30.0
-"""Time for a server to answer when a request on it failed, and before an update, each twice: a thread of ours that
-trains may hold up this event loop for as long."""
+"""Time for a server to answer when a request on it failed, and before an update, each twice. An event loop of ours that
+stands still does not shorten it."""
 LATE_SECONDS = 1.0
 """Delay of the monitor from which on the event loop stood still, not the servers."""
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
@@ -158,7 +158,8 @@ class Fleet:
         """Take a server on which a request failed out, if it is gone or failed too often."""
         if member.out is not None:
             return
-        member.faults += 1
+        if not isinstance(error, LateError):  # a connection takes long also where this event loop stands still
+            member.faults += 1
         server = self._servers.get(member)
         if server is not None and not server.running:
             self._take_out(member, f"it ended: {server.reason()}")
@@ -188,7 +189,7 @@ class Fleet:
         error: ServerError | None = None
         for _ in range(2):
             try:
-                await member.client.get(self._kind.alive, timeout=seconds)
+                await member.client.check_answers(self._kind.alive, timeout=seconds)
             except LateError as late:
                 error = late
             except ServerError as found:

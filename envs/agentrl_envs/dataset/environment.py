@@ -1,6 +1,7 @@
 """The environment `dataset`: the rows of people's own data are the tasks; an answer that matches is paid 1.0."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.dataset.tasks import ANSWERS, CHECKED, Columns, DatasetTasks
 
+_log = logging.getLogger("agentrl.envs.dataset")
 Files = str | list[str]
 
 
@@ -86,10 +88,25 @@ class Dataset(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         if split not in self._made:
             tasks = DatasetTasks(split, self._source.rows(split), self._columns)
+            unseen = None
             for i in range(min(len(tasks), CHECKED)):
                 self._check(tasks[i], tasks.where(i))
+                unseen = tasks.where(i) if unseen is None and self._unseen(tasks[i]) else unseen
+            if unseen is not None:
+                column = self._images.column
+                _log.warning(
+                    "%s: its prompt says <image>, and the row has no field %r: no image is shown (env.args.images "
+                    "names the column)",
+                    *(unseen, column),
+                )
             self._made[split] = tasks
         return self._made[split]
+
+    def _unseen(self, task: Task) -> bool:
+        """Return whether a task speaks of an image in a column that its row does not have."""
+        from agentrl.data.media import tagged
+
+        return self._images.column not in task.data and tagged(task.data["messages"])
 
     def _check(self, task: Task, where: str) -> None:
         if self._match is None:

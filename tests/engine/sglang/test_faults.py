@@ -5,16 +5,22 @@ import random
 import time
 from array import array
 from collections import deque
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 from typing import Any
 
+import aiohttp
 import pytest
 from processes import eventually
 from serving import serving
 from sglang_help import GREEDY, PROMPT, StandIn
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.servers.client import ServerError
 from agentrl.engine.servers.engine import ATTEMPTS
+from agentrl.engine.servers.fleet import FAULTS
 from agentrl.engine.servers.identity import OPENING_TOKENS, PROBE_TOKENS, probe_of
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
@@ -150,6 +156,61 @@ async def test_a_loop_of_ours_that_stands_still_is_no_stall(
         server.go_on()
         same(await made, expected)
     assert not any("taken out" in line for line in said), said
+
+
+class Answers(BaseHTTPRequestHandler):
+    """A server's answer to whatever is asked, with the status of the server."""
+
+    def do_GET(self) -> None:
+        self.send_response(self.server.status)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """It writes nothing."""
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    """A server in a thread of its own, which no event loop holds up; its URL."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.status = status
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("status", "out"), [(200, False), (500, True)])
+async def test_a_loop_of_ours_that_stands_still_takes_out_no_server(
+    parts: Any, status: int, out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than the server may take for a sign of life after a failed request, each time that it is asked."""
+    monkeypatch.setattr("agentrl.engine.servers.fleet.ALIVE_SECONDS", 1.0)
+    with answering(status) as url:
+        fleet = SglangEngine(parts[0], max_batch=4, urls=url)._fleet
+        (member,) = fleet.pool.members
+        fleet.pool.let_in(member)
+        checking = asyncio.create_task(fleet.report_failure(member, ServerError("it failed")))
+        while not checking.done():
+            await asyncio.sleep(0)
+            time.sleep(0 if checking.done() else 1.5)
+        await checking
+        assert (member.out is not None) is out
+        await fleet.close()
+
+
+async def test_connections_that_our_loop_is_late_for_are_no_faults_of_a_server(parts: Any) -> None:
+    with answering(200) as url:
+        fleet = SglangEngine(parts[0], max_batch=4, urls=url)._fleet
+        (member,) = fleet.pool.members
+        fleet.pool.let_in(member)
+        late = member.client._fault("/generate", aiohttp.ConnectionTimeoutError("Connection timeout to host"))
+        for _ in range(FAULTS):
+            await fleet.report_failure(member, late)
+        assert member.out is None
+        for _ in range(FAULTS):
+            await fleet.report_failure(member, ServerError("it failed"))
+        assert member.out == "it failed"
+        await fleet.close()
 
 
 async def test_no_server_is_left(parts: Any) -> None:

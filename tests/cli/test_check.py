@@ -1,0 +1,53 @@
+"""`agentrl check`: an opening with images is checked by the recipe's own limits."""
+
+from pathlib import Path
+
+import pytest
+from train_help import write_lines
+from vision_help import file_of, picture
+
+from agentrl.cli.main import BAD_USAGE, run
+from agentrl.images import STORE
+
+RECIPE = """
+model: {path: tiny_vision}
+env:
+  name: dataset
+  source: SOURCE
+  args: {reward: none}
+rollout: {max_tokens: 900}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(STORE, "limits", STORE.limits)
+    for split in ("train", "test"):
+        write_lines(tmp_path / f"{split}.jsonl", [{"prompt": "<image><image>?", "images": ["a.png", "a.png"]}])
+    (tmp_path / "a.png").write_bytes(file_of(picture(0, 48, 48)))
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("SOURCE", str(tmp_path)), encoding="utf-8")
+    return str(tmp_path / "r.yaml")
+
+
+def test_images_of_the_first_prompt_are_counted(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", recipe]) == 0
+    said = capsys.readouterr().out
+    assert "18 of them of images; rollout.max_tokens is 900" in said
+    assert "an image takes 9 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("rollout.max_image_pixels=100", "it has 48 x 48 pixels; at most 100 are allowed (rollout.max_image_pixels)"),
+        ("rollout.max_image_bytes=100", "its file is larger than 100 bytes (rollout.max_image_bytes)"),
+        ("rollout.max_images=1", "the messages hold 2 images, of 1 (rollout.max_images)"),
+    ],
+)
+def test_what_a_run_would_not_show_is_an_error(
+    change: str, why: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["check", recipe, change]) == BAD_USAGE
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert last.endswith(why)

@@ -131,10 +131,7 @@ class ModuleValues:
     """A `ValueForward` by the module with its attention replaced. compute, max_over_ranks: see `ModuleForward`."""
 
     def __init__(
-        self,
-        model: ValueModel,
-        compute: torch.dtype | None = None,
-        max_over_ranks: Callable[[int], int] | None = None,
+        self, model: ValueModel, compute: torch.dtype | None = None, max_over_ranks: Callable[[int], int] | None = None
     ) -> None:
         self.model, self.compute, self.vision = model, compute, vision_of(model, max_over_ranks)
 
@@ -158,10 +155,7 @@ class SequenceValues(SequenceRunner[ValueModel]):
 
 
 def value_forward(
-    model: PreTrainedModel,
-    compute: torch.dtype | None = None,
-    checkpointing: bool = False,
-    offload: bool = False,
+    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, offload: bool = False
 ) -> tuple[ValueForward, str]:
     """Return the fastest exact `ValueForward` of a new value model on the backbone of `model`, and one line about it.
 

@@ -159,10 +159,7 @@ def _tool_uses(found: Completion) -> Iterator[dict[str, Json]]:
         yield {"type": "tool_use", "id": call.get("id", ""), "name": call["function"]["name"], "input": arguments}
 
 
-_EMPTY = {
-    "content": {"type": "text", "text": ""},
-    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
-}
+_EMPTY = {"content": {"type": "text", "text": ""}, "reasoning": {"type": "thinking", "thinking": "", "signature": ""}}
 _DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 
 

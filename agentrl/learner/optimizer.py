@@ -24,13 +24,7 @@ MOMENTS = (*OFFLOADED, "step")
 
 
 def learning_rate(
-    step: int,
-    total: int,
-    peak: float,
-    schedule: str = "constant",
-    warmup: int = 0,
-    floor: float = 0.0,
-    cycles: int = 1,
+    step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0, cycles: int = 1
 ) -> float:
     """Return the learning rate of `step` (0 .. total - 1): linear warm-up over `warmup` steps to `peak`, then the
     schedule, which falls to `floor` x peak, `cycles` times.

@@ -59,12 +59,7 @@ class Talk:
 
 
 def read_row(
-    row: Mapping[str, Json],
-    form: str,
-    *,
-    sparse: bool = False,
-    images: Images = _IMAGES,
-    folder: Path | None = None,
+    row: Mapping[str, Json], form: str, *, sparse: bool = False, images: Images = _IMAGES, folder: Path | None = None
 ) -> Talk:
     """Return the conversation of a row. form: `openai` or `sharegpt`. sparse: fields that are null were not there, as
     in tables, where all rows have all fields. images: how rows bring images. folder: of the row's file. Raises

@@ -142,11 +142,7 @@ class Demonstrator:
         talk.messages += messages
 
     def _branch(
-        self,
-        request: AsyncRolloutRequest,
-        caller: Conversation,
-        conversation: Sequence[Message],
-        summarize: Summarize,
+        self, request: AsyncRolloutRequest, caller: Conversation, conversation: Sequence[Message], summarize: Summarize
     ) -> None:
         """Write the conversation of a tool, which offers the tools that hold none themselves."""
         tools = {name: tool for name, tool in caller.tools.items() if not tool.converses}

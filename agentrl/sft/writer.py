@@ -36,11 +36,7 @@ class Writer:
         talk.open_with(ids, images_in(self.chat, ids, opening))
 
     def say(
-        self,
-        request: AsyncRolloutRequest,
-        talk: Conversation,
-        message: Message,
-        schemas: Sequence[dict[str, Json]],
+        self, request: AsyncRolloutRequest, talk: Conversation, message: Message, schemas: Sequence[dict[str, Json]]
     ) -> list[int]:
         """Write an assistant's turn; return its ids. The caller adds the message to `talk.messages`."""
         ids = self.turn(talk.messages, message, schemas)

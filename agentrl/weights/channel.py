@@ -78,10 +78,7 @@ class WeightChannel:
         self._busy = asyncio.Lock()
 
     async def publish(
-        self,
-        version: int,
-        weights: WeightSource,
-        mode: PauseMode | str = PauseMode.RETRACT,
+        self, version: int, weights: WeightSource, mode: PauseMode | str = PauseMode.RETRACT
     ) -> Published:
         """Give every server `weights`, of the trainer's step `version`. Updates follow each other, never overlap.
 

@@ -14,15 +14,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task, ToolResponse, answer_of
 from agentrl_envs.chart_qa.chart import HEIGHT, WIDTH, Box, Chart
 from agentrl_envs.chart_qa.questions import Question, ask
-from agentrl_envs.conversation import (
-    Styles,
-    assistant,
-    check_generated,
-    check_split,
-    check_style,
-    draw_way,
-    tool_turn,
-)
+from agentrl_envs.conversation import Styles, assistant, check_generated, check_split, check_style, draw_way, tool_turn
 from agentrl_envs.gsm8k.grade import read_answer
 
 if TYPE_CHECKING:

@@ -44,8 +44,6 @@ class FinishReason(StrEnum):
 class Boundary(StrEnum):
     """The part that is responsible for an error."""
 
-    MODEL = "model"
-    """The model, such as by a call with wrong arguments."""
     TOOL = "tool"
     """A tool."""
     ENVIRONMENT = "environment"

@@ -5,7 +5,6 @@ is `long`, and so does `pytest FILE` or `pytest FOLDER` of what it names.
 """
 
 import functools
-import gc
 import os
 import shutil
 import signal
@@ -15,6 +14,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from garbage import look_again
 from paths import SUPPORT
 from tiers import FIXTURES, SHARED, TIERS
 from venvs import wait_for_install
@@ -79,9 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank.get(item.path, len(order)))
 
 
-def pytest_collection_finish() -> None:
-    """Let no collection of garbage go through a million objects that stay: modules, and the tests themselves."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        look_again()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -22,6 +22,7 @@ from agentrl.compute.packing import Packed
 from agentrl.compute.tree_attention import Layout, attend, make_layout
 from agentrl.compute.value_head import ModuleValues, ValueModel
 from agentrl.errors import UserError
+from agentrl.models.shape import heads_fault
 from agentrl.models.vision import Vision
 
 
@@ -37,12 +38,8 @@ class _Sharing:
     ) -> None:
         self.model, self.base, self.vision = model, base, vision
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        heads: int = model.config.get_text_config().num_attention_heads
-        if heads % self.ranks:
-            raise UserError(
-                f"cluster.sequence_parallel: {self.ranks} workers cannot share {heads} attention heads evenly;"
-                f" choose one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
-            )
+        if (why := heads_fault(model.config, self.ranks)) is not None:
+            raise UserError(why)
 
     def states(self, packed: Packed, device: torch.device) -> tuple[Tensor, np.ndarray]:
         """Return the hidden states of `base` for the predicting tokens in this rank's slice, [n, D], and their indices

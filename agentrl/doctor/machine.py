@@ -98,9 +98,9 @@ def versions(subject: Subject) -> str:
             f"NCCL is {nccl} here and {other} in the server's environment: a process group of both cannot be formed",
             "engine.args.weights: leave it at auto, or install the same nvidia-nccl in both environments",
         )
-    if torch.cuda.is_available() and (absent := compilers_missing(venv)):
+    if torch.cuda.is_available() and (absent := compilers_missing(venv, cuda_of(theirs))):
         raise CheckError(
-            f"a server compiles kernels as it runs, and finds no {' and no '.join(absent)}",
+            f"a server compiles kernels as it runs, and finds no {' and no '.join(absent.values())}",
             "; ".join(COMPILERS[name].format(venv=venv) for name in absent),
         )
     return f"{here}; the server's: {server}"
@@ -121,11 +121,38 @@ def unmet_requirements(requirements: Iterable[str]) -> Iterable[str]:
             yield f"{wanted.name} is {found}; {wanted.specifier} is needed"
 
 
-def compilers_missing(venv: Path) -> list[str]:
-    """Return which of `COMPILERS` a server of this virtual environment does not find."""
-    cuda = [os.path.join(home, "bin") for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
-    path = os.pathsep.join([str(venv / "bin"), *filter(None, [os.environ.get("PATH")]), *cuda])
-    return [name for name in COMPILERS if shutil.which(name, path=path) is None]
+def compilers_missing(venv: Path, cuda: int | None = None) -> dict[str, str]:
+    """Return which of `COMPILERS` a server of this virtual environment does not find -> what is missing, in words.
+    cuda: the major version that nvcc has to have at least; None: any."""
+    home, usual = os.environ.get("CUDA_HOME"), os.path.join("/usr/local/cuda", "bin")
+    given = [os.path.join(home, "bin")] if home else []
+    path = os.pathsep.join([*given, str(venv / "bin"), *filter(None, [os.environ.get("PATH")]), usual])
+    found = {name: shutil.which(name, path=path) for name in COMPILERS}
+    missing = {name: name for name, program in found.items() if program is None}
+    if (
+        cuda is not None
+        and (nvcc := found["nvcc"]) is not None
+        and (own := _release_of(nvcc)) is not None
+        and own < cuda
+    ):
+        missing["nvcc"] = f"nvcc of CUDA {cuda} ({nvcc} is of {own})"
+    return missing
+
+
+def _release_of(nvcc: str) -> int | None:
+    """Return the major version of CUDA that a compiler belongs to; None: it does not say."""
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    found = re.search(r"release (\d+)\.", said)
+    return int(found[1]) if found else None
+
+
+def cuda_of(installed: dict[str, str]) -> int | None:
+    """Return the major version of CUDA that the torch of an environment brings along; None: none."""
+    names = [name for name in installed if name.replace("_", "-").startswith("nvidia-cuda-runtime")]
+    return int(installed[names[0]].partition(".")[0]) if names else None
 
 
 def driver() -> str | None:

@@ -97,6 +97,32 @@ def read_shape(section: ModelSection) -> Shape | None:
     return Shape.of(overridden(config, section), section.lora, section.trust_remote_code)
 
 
+def undivided_heads(section: ModelSection, ranks: int) -> str | None:
+    """Return why `ranks` workers cannot share a model's sequences (see `heads_fault`); None: they can, or its
+    configuration is not on this machine."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            resolve(section.path), local_files_only=True, trust_remote_code=section.trust_remote_code
+        )
+    except (OSError, ValueError):
+        return None
+    return heads_fault(overridden(config, section), ranks)
+
+
+def heads_fault(config: Any, ranks: int) -> str | None:
+    """Return why the attention heads of a model cannot be dealt out to `ranks` workers; None: they can. config: its
+    transformers configuration."""
+    heads: int = config.get_text_config().num_attention_heads
+    if heads % ranks == 0:
+        return None
+    return (
+        f"cluster.sequence_parallel: {ranks} workers cannot share {heads} attention heads evenly;"
+        f" choose one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+    )
+
+
 def _count(module: Any) -> int:
     return sum(p.numel() for p in module.parameters())
 

@@ -24,6 +24,7 @@ from agentrl.learner.advantages import PART, PART_WEIGHT, with_advantages
 from agentrl.learner.streams import chosen
 from agentrl.learner.teacher import check_teachers
 from agentrl.models.load import find_device, resolve
+from agentrl.models.shape import undivided_heads
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import check_engine, make_environment, tasks_of, tracker_makers
@@ -206,6 +207,7 @@ def lacking(recipe: Recipe) -> list[str]:
         *(_error_line(lambda: find_device(recipe.model.device)) if computes_here else []),
         *_error_line(lambda: resolve(recipe.model.path)),
         *_lacking_critic(recipe),
+        *_lacking_heads(recipe),
         *(_lacking_cluster(recipe) if recipe.cluster.used else []),
         *lacking_gpus(recipe),
         *engine_class(recipe.engine.name).missing(recipe),
@@ -231,6 +233,15 @@ def lacking_gpus(recipe: Recipe, member: bool = False) -> list[str]:
 def _lacking_critic(recipe: Recipe) -> list[str]:
     path = recipe.critic.path if recipe.critic is not None else None
     return [line.replace("model.path", "critic.path", 1) for line in _error_line(lambda: resolve(path))] if path else []
+
+
+def _lacking_heads(recipe: Recipe) -> list[str]:
+    """List why workers could not share sequences, where that can be told before they load the model."""
+    shared = recipe.cluster.sequence_parallel
+    if shared == 1 or _error_line(lambda: resolve(recipe.model.path)):
+        return []
+    why = undivided_heads(recipe.model, shared)
+    return [] if why is None else [why]
 
 
 def _lacking_cluster(recipe: Recipe) -> list[str]:

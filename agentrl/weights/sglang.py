@@ -10,13 +10,19 @@ class SglangServer(WeightServer):
     """Of SGLang 0.5."""
 
     async def facts(self) -> Facts:
-        """Return what the server tells about itself; asked once."""
+        """Return what the server tells about itself; asked once. Raises WeightUpdateError for a pipeline: its first
+        stage answers before the others are told to load (`event_loop_pp`), and the same rank of each stage would open
+        one bucket, or join a group as one member."""
         if self._facts is None:
             info = await self._call("GET", "/server_info", None)
+            if int(info.get("pp_size") or 1) > 1:
+                raise WeightUpdateError(
+                    f"{self.url} answers before all stages of its pipeline have loaded: use tp-size"
+                )
             self._facts = Facts(
                 device=str(info.get("device")),
                 dtype=str(info.get("dtype")),
-                ranks=int(info.get("tp_size", 1)) * int(info.get("pp_size", 1)),
+                ranks=int(info.get("tp_size", 1)),
                 quantized=info.get("quantization") is not None,
                 version=str(info.get("version")),
                 lora=bool(info.get("enable_lora")),

@@ -125,9 +125,10 @@ def _untied(model: Any) -> Iterator[tuple[str, Tensor, Any]]:
 
 
 def _needs_conversion(model: Any) -> bool:
-    """Return whether any weight has another name in checkpoints."""
+    """Return whether any weight has another name in checkpoints. All are asked about at once, since transformers walks
+    all modules for each question."""
     names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor, _ in _untied(model)}
-    return any(list(as_saved(model, {name: tensor})) != [name] for name, tensor in names.items())
+    return as_saved(model, names).keys() != names.keys()
 
 
 def as_saved(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:

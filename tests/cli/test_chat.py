@@ -101,7 +101,7 @@ def test_a_run_a_recipe_and_a_model_can_be_named(tmp_path: Path):
 async def test_a_person_attaches_pictures(capsys, monkeypatch, tmp_path: Path):
     file = tmp_path / "a red one.png"
     Image.new("RGB", (6, 4), "red").save(file)
-    said = f"/image {file}\n/image '{file}'\n/image no.png\nWhat?\nAnd?\n/image {file}\n/new\nWho?\n"
+    said = f"/image {file}\n/image '{file}'\n/image no.png\n/image\nWhat?\nAnd?\n/image {file}\n/new\nWho?\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(said * 2))
     talker = _Talker(Person("", print), 3)
     for sees in (True, False):
@@ -119,7 +119,8 @@ async def test_a_person_attaches_pictures(capsys, monkeypatch, tmp_path: Path):
         out = re.sub(r"\s+", " ", capsys.readouterr().out)
         assert out.count("a red one.png, 6 x 4 pixels") == (3 if sees else 0)
         assert ("(/image: its file no.png cannot be read: No such file or directory)" in out) == sees
-        assert out.count("this model does not see") == (0 if sees else 4)
+        assert ("(/image: name a file)" in out) == sees
+        assert out.count("this model does not see") == (0 if sees else 5)
     assert first == "What?"
 
 

@@ -19,6 +19,8 @@ from agentrl.compute.forward import Forward, ModuleForward
 from agentrl.compute.packing import Packed, pack
 from agentrl.compute.sequence_parallel import SequenceParallelForward
 from agentrl.errors import UserError
+from agentrl.recipe.schema import Recipe
+from agentrl.training.preflight import lacking
 
 ONE_KV_HEAD: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,
@@ -213,3 +215,9 @@ def test_heads_that_cannot_be_dealt_out_are_named(alone: dist.ProcessGroup, monk
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
     with pytest.raises(UserError, match=r"sequence_parallel: 3 workers cannot share 4 .* one of 1, 2, 4"):
         SequenceParallelForward(make_model("qwen3"), alone)
+
+
+@pytest.mark.parametrize(("shared", "said"), [(3, True), (2, False), (1, False)])
+def test_they_are_named_before_anything_is_loaded(shared: int, said: bool) -> None:
+    recipe = Recipe.load("gsm8k_tool", [f"cluster.workers={shared}", f"cluster.sequence_parallel={shared}"])
+    assert any(line.startswith("cluster.sequence_parallel: 3 workers cannot share") for line in lacking(recipe)) is said

@@ -1,4 +1,4 @@
-"""Two workers learn what one process learns: the same losses and weights over ten steps."""
+"""Two workers learn what one process learns: the same losses and weights over six steps."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
 
 pytestmark = pytest.mark.ray
-STEPS = 10
+STEPS = 6
 Rows = list[dict[str, float]]
 Weights = dict[str, torch.Tensor]
 
@@ -149,15 +149,15 @@ def test_two_workers_learn_what_one_process_learns(case: str, workers: WorkerGro
 def test_in_bfloat16_they_stay_within_bounds(
     model: dict[str, Any], workers: WorkerGroup, tiny: Path, tmp_path: Path
 ) -> None:
-    """Metrics within 0.05 (of 5 decimal digits, bfloat16 keeps 2 to 3); of the weights, which ten updates of 1e-3 move
-    by 1e-2 at most, the mean within 3e-4. The reference is an average of float32."""
+    """Metrics within 0.05 (of 5 decimal digits, bfloat16 keeps 2 to 3); of the weights, which six updates of 1e-3 move
+    by 6e-3 at most, the mean within 2e-4. The reference is an average of float32."""
     recipe = job(tiny, model=model, algorithm={"kl_coef": 0.1, "reference": {"ema": 0.9}})
     ours, our_weights = here(recipe)
     theirs, their_weights = there(recipe, workers, tmp_path)
     same_rows(ours, theirs, 0.05)
-    same_weights(our_weights, their_weights, 1e-2)
+    same_weights(our_weights, their_weights, 6e-3)
     apart = torch.cat([(our_weights[name].float() - w.float()).abs().flatten() for name, w in their_weights.items()])
-    assert float(apart.mean()) < 3e-4
+    assert float(apart.mean()) < 2e-4
 
 
 def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, tiny: Path, tmp_path: Path) -> None:
@@ -183,28 +183,28 @@ def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, t
 def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(
     first: str, workers: WorkerGroup, tiny: Path, tmp_path: Path
 ) -> None:
-    """Half of it on two workers and half in one process, either way round: weights, moments, the critic's too, and a
-    reference that has moved."""
+    """Four of its steps on two workers and two in one process, either way round: weights, moments, the critic's too,
+    and a reference that has moved, and moves again."""
     algorithm = {"advantage": "gae", "kl_coef": 0.5, "reference": {"every": 3}}
     recipe = job(tiny, algorithm=algorithm, critic={"lr": 1e-3}, train={"schedule": "cosine"})
     rows, weights = here(recipe)
     checkpoints = Checkpoints(tmp_path, 1)
     if first == "two workers":
         with on_cluster(recipe, tmp_path, workers) as role_host:
-            learn(recipe, role_host, range(5))
-            saved = checkpoints.save(5, role_host.save, {})
+            learn(recipe, role_host, range(4))
+            saved = checkpoints.save(4, role_host.save, {})
         begins = recipe.model.model_copy(update={"path": str(saved.path)})
         second = LocalRoles(recipe, load_model(begins)[0])
         second.load(saved.path)
-        same_rows(rows[5:], learn(recipe, second, range(5, STEPS)), 1e-4)
+        same_rows(rows[4:], learn(recipe, second, range(4, STEPS)), 1e-4)
         same_weights(weights, second.model.state_dict(), 1e-4)
         return
     half = LocalRoles(recipe, load_model(recipe.model)[0])
-    learn(recipe, half, range(5))
-    saved = checkpoints.save(5, half.save, {})
+    learn(recipe, half, range(4))
+    saved = checkpoints.save(4, half.save, {})
     with on_cluster(recipe, tmp_path, workers) as role_host:
         role_host.load(saved.path)
-        same_rows(rows[5:], learn(recipe, role_host, range(5, STEPS)), 1e-4)
+        same_rows(rows[4:], learn(recipe, role_host, range(4, STEPS)), 1e-4)
         same_weights(weights, weights_of(role_host), 1e-4)
 
 

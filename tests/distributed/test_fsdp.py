@@ -3,7 +3,6 @@
 One pair of processes does all of it once; `pair` is what its ranks found.
 """
 
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(root: Path) -> list[dict[str, Any]]:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    on_ranks(run_rank, port, root)
+    on_ranks(run_rank, root)
     return [torch.load(root / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -91,6 +91,17 @@ def no_compilers(subject: Subject, patch: Patch, folder: Path) -> None:
     subject.recipe = small(engine__name="sglang", engine__args={"venv": str(folder)})
 
 
+def old_compiler(subject: Subject, patch: Patch, folder: Path) -> None:
+    """The first one that a server finds, that of CUDA_HOME."""
+    program(folder / "bin" / "python", """echo '{"sglang": "0.5.23", "nvidia-cuda-runtime": "13.0.96"}'""")
+    program(folder / "bin" / "ninja", "")
+    program(folder / "bin" / "nvcc", "echo Cuda compilation tools, release 13.0, V13.0.88")
+    program(folder / "cuda" / "bin" / "nvcc", "echo Cuda compilation tools, release 12.8, V12.8.93")
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setenv("CUDA_HOME", str(folder / "cuda"))
+    subject.recipe = small(engine__name="sglang", engine__args={"venv": str(folder)})
+
+
 def broken_venv(subject: Subject, patch: Patch, folder: Path) -> None:
     program(folder / "bin" / "python", "exit 127")
     subject.recipe = small(engine__name="sglang", engine__args={"venv": str(folder)})
@@ -193,6 +204,12 @@ FAULTS: list[tuple[str, Fault, str, str]] = [
     ("versions", old_driver, "needs driver 580; the driver is 525.60.13", "NVIDIA driver"),
     ("versions", other_nccl, "NCCL is None here and 2.30.7 in the server's", "engine.args.weights"),
     ("versions", no_compilers, "compiles kernels as it runs, and finds no ninja$", "pip install ninja there"),
+    (
+        "versions",
+        old_compiler,
+        r"finds no nvcc of CUDA 13 \(\S+/cuda/bin/nvcc is of 12\)$",
+        "name its folder in CUDA_HOME",
+    ),
     ("versions", broken_venv, "its Python does not run", "engine.args.venv"),
     ("arithmetic", wrong_product, "a float32 matrix product is wrong", "model.dtype"),
     ("packing", wrong_packing, "packed rows do not give the log-probs", "model.path"),

@@ -1,11 +1,9 @@
 """Two processes over gloo that train as the workers of a cluster do, without Ray; and the same work in one process."""
 
 import ctypes
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from learner_help import make_groups
+from meeting import meet
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vision_help import groups as seeing_groups
@@ -35,7 +34,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group
 from agentrl.weights import ModelWeights
 
-STEPS = 6
+STEPS = 4
 M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 SMALL: dict[str, Any] = {
@@ -61,7 +60,7 @@ class Scenario:
 
     folder: str = "tied"
     sections: dict[str, Any] = field(default_factory=dict)
-    steps: int = 4
+    steps: int = STEPS
     alone: dict[str, Any] = field(default_factory=dict)
     forks: bool = False
     sees: bool = False
@@ -88,12 +87,11 @@ class Scenario:
 
 
 SCENARIOS = {
-    "tied": Scenario(steps=STEPS),
-    "untied": Scenario("untied", {"algorithm": KL, "train": {"mini_batches": 2}}, STEPS),
-    "adapter": Scenario("untied", {"algorithm": KL_IN_REWARD, "model": {"lora": LORA}}, STEPS),
+    "tied": Scenario(),
+    "untied": Scenario("untied", {"algorithm": KL, "train": {"mini_batches": 2}}),
+    "adapter": Scenario("untied", {"algorithm": KL_IN_REWARD, "model": {"lora": LORA}}),
     "critic": Scenario(
         sections={"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 2}},
-        steps=STEPS,
     ),
     "copies": Scenario(sections={"cluster": {"shard": 1}}),
     "offload": Scenario(sections={"cluster": {"offload": True}, "algorithm": KL}),
@@ -268,14 +266,12 @@ def curve(result: dict[str, Any], *names: str) -> np.ndarray:
     )
 
 
-def run_rank(rank: int, port: int, root: Path) -> None:
+def run_rank(rank: int, root: Path) -> None:
     """One of the two processes: every scenario, then the single questions of `sharded_questions`."""
     from sharded_questions import QUESTIONS
 
-    torch.set_num_threads(1)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)  # so that what is freed does not count as held
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(minutes=5))  # a hang is a failure
+    meet(rank, root / "meeting")
     from agentrl.distributed.fsdp.mesh import make_context
 
     cpu, found = torch.device("cpu"), {}

@@ -28,21 +28,22 @@ from unittest.mock import patch
 
 import torch.multiprocessing
 import warm_ray
+from paths import SUPPORT
 
 from agentrl.cluster import session
 
 METHOD = "forkserver"
 IMPORTED = (
-    "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.modeling_utils",
+    "garbage", "torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.modeling_utils",
     "transformers.models.qwen3.modeling_qwen3", "agentrl.training.run", "agentrl.distributed.fsdp.build",
     "agentrl.training.setup", "agentrl.engine.local.engine", "agentrl_envs.gsm8k.environment", "typer",
-    "renderers.base", "pandas",
+    "renderers.base", "pandas", "garbage_again",
 )  # fmt: skip
-"""The last two by chat templates and by pyarrow. Not Ray: its threads would not be there after the fork."""
+"""Renderers by chat templates, and pandas by pyarrow. Not Ray: its threads would not be there after the fork."""
 _CONTEXT = multiprocessing.get_context(METHOD)
 _CONTEXT.set_forkserver_preload(list(IMPORTED))
 _FOLDER = multiprocessing.util.get_temp_dir()  # before a test makes another folder the one for temporary files
-_ENVIRONMENT = dict(os.environ)
+_ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
 
 
 def _start() -> None:

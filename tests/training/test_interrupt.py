@@ -115,7 +115,8 @@ def test_a_terminal_that_closes_leaves_the_last_whole_step_saved(tmp_path: Path,
 
 
 def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_hang(tmp_path: Path) -> None:
-    process = start(tmp_path, env__name="train_plugins:LeavesThreads", train__steps=1)
+    hasty = "from agentrl.rollout import event_loop\nevent_loop.GRACE = 0.2"
+    process = start(tmp_path, hasty, env__name="train_plugins:LeavesThreads", train__steps=1)
     try:
         said, _ = process.communicate(timeout=PATIENCE)
     finally:

@@ -15,7 +15,7 @@ from aiohttp import web
 from sglang_weights_help import BUCKET, TENSORS, FaultyServer, Weights, channel_to
 
 from agentrl.threads import in_thread
-from agentrl.weights import SglangServer, open_channel
+from agentrl.weights import SglangServer, WeightUpdateError, open_channel
 from agentrl.weights.group import Group
 from agentrl.weights.source import NamedTensor, Rounded, WeightSource
 from agentrl.weights.transports import nccl
@@ -164,6 +164,25 @@ class Half(FaultyServer):
         if path == "/server_info":
             return web.json_response({"device": "cpu", "dtype": "bfloat16", "tp_size": 1, "version": "0"})
         return super()._do(path, body)
+
+
+class Pipeline(FaultyServer):
+    def _do(self, path: str, body: Any) -> web.Response:
+        if path == "/server_info":
+            return web.json_response(
+                {"device": "cuda", "dtype": "bfloat16", "tp_size": 1, "pp_size": 2, "version": "0"}
+            )
+        return super()._do(path, body)
+
+
+@pytest.mark.parametrize("transport", ["auto", "from_disk"])
+async def test_a_pipeline_is_sent_nothing_since_its_stages_load_at_other_times(
+    transport: str, session: Any, tmp_path: Path
+) -> None:
+    async with Pipeline() as server:
+        with pytest.raises(WeightUpdateError, match="before all stages of its pipeline have loaded: use tp-size"):
+            await open_channel([server.url], session, folder=tmp_path, transport=transport)
+    assert server.calls == ["/server_info"]
 
 
 async def test_matrices_travel_in_the_type_that_servers_hold(session: Any) -> None:

@@ -19,7 +19,7 @@ from agentrl.models.routing import Routing
 KINDS = {"full_attention", "sliding_attention"}
 
 
-class SlotView(Cache):
+class _SlotView(Cache):
     """A `SlotCache` as transformers' cache for one call of the module.
 
     rows: [R], the slot of each row of the batch. columns: [R, Q], the column of each query. width: number of columns
@@ -119,10 +119,10 @@ class ModuleRunner(CachedRunner):
         ids, positions, columns: [R, Q]. rows: [R], the slot of each row.
         """
         width = int(positions.max()) + 1
-        view = SlotView(self.cache, self._tensor(rows), self._tensor(columns), width)
+        view = _SlotView(self.cache, self._tensor(rows), self._tensor(columns), width)
         return self._logits(view, ids, positions, rows, lengths, self._masks(positions, width))
 
-    def _logits(self, view: SlotView, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
+    def _logits(self, view: Any, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
         """See `_call`. mask: of the attention."""
         last, where = np.unique(lengths - 1, return_inverse=True)
         kept = {"logits_to_keep": self._tensor(last)} if self._keep else {}
@@ -140,7 +140,7 @@ class ModuleRunner(CachedRunner):
         return logits
 
     @contextmanager
-    def _recorded(self, view: SlotView) -> Iterator[None]:
+    def _recorded(self, view: Any) -> Iterator[None]:
         """Store what the routers choose in the block for the queries of a call, where that is asked for."""
         if self.routing is None:
             yield
@@ -149,7 +149,7 @@ class ModuleRunner(CachedRunner):
             yield
         self._keep_experts(torch.cat([c for c in chosen if c is not None], dim=-1), view)
 
-    def _keep_experts(self, chosen: Tensor, view: SlotView) -> None:
+    def _keep_experts(self, chosen: Tensor, view: _SlotView) -> None:
         """Store what the routers chose for the queries of a call, [R * Q, layers * experts a token]."""
         cache, buffers = self.cache, self.cache.experts
         if (buffer := buffers[0]) is None:

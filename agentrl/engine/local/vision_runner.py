@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
-from agentrl.engine.local.module_runner import ModuleRunner, SlotView, evaluating
+from agentrl.engine.local.module_runner import ModuleRunner, evaluating
 from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Ints, Work
 from agentrl.models.routing import Routing
@@ -66,7 +67,7 @@ class VisionRunner(ModuleRunner):
         finally:
             self._axes = None
 
-    def _logits(self, view: SlotView, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
+    def _logits(self, view: Cache, ids: Ints, positions: Ints, rows: Ints, lengths: Ints, mask: Any) -> Tensor:
         axes = self._axes
         if axes is None:
             axes = np.tile(positions + self.ahead[rows, None], (self.vision.input.family.axes, 1, 1))

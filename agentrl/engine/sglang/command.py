@@ -147,6 +147,14 @@ def memory_saver_fault(venv: Path, environment: Mapping[str, str]) -> str | None
 
 def ranks_of(flags: Mapping[str, Flag]) -> int:
     """Return the GPUs of one server: tensor x pipeline parallelism. Raises ValueError for what is no number."""
-    tensor = flags.get("tp-size") or flags.get("tp") or flags.get("tensor-parallel-size") or 1
-    pipeline = flags.get("pp-size") or flags.get("pp") or flags.get("pipeline-parallel-size") or 1
-    return int(tensor) * int(pipeline)
+    return tensors_of(flags) * stages_of(flags)
+
+
+def tensors_of(flags: Mapping[str, Flag]) -> int:
+    """Return the GPUs that share each layer of a server. Raises ValueError for what is no number."""
+    return int(flags.get("tp-size") or flags.get("tp") or flags.get("tensor-parallel-size") or 1)
+
+
+def stages_of(flags: Mapping[str, Flag]) -> int:
+    """Return the stages of a server's pipeline. Raises ValueError for what is no number."""
+    return int(flags.get("pp-size") or flags.get("pp") or flags.get("pipeline-parallel-size") or 1)

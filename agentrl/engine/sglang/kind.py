@@ -12,7 +12,7 @@ from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.servers.launch import Flag, plain_flags, venv_of
 from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.settings import Settings
-from agentrl.engine.sglang.command import SglangPlan, memory_saver_fault, ranks_of
+from agentrl.engine.sglang.command import SglangPlan, memory_saver_fault, ranks_of, stages_of, tensors_of
 from agentrl.engine.sglang.identity import check_model, check_tokenizer, facts_of
 from agentrl.engine.sglang.wire import Reader, pictured, request_body
 from agentrl.errors import UserError
@@ -43,6 +43,11 @@ class SglangKind(ServerKind):
             found.append(
                 "engine.args.flags.dp-size: SGLang takes no new weights with replicas behind one address; set "
                 f"engine.args.servers={settings.servers * int(replicas)} instead"
+            )
+        if (stages := stages_of(flags)) > 1:
+            found.append(
+                "engine.args.flags.pp-size: SGLang answers before all stages of a pipeline have loaded weights; set "
+                f"engine.args.flags.tp-size={stages * tensors_of(flags)} instead"
             )
         if flags.get("quantization") and not lora:
             found.append(

@@ -9,7 +9,7 @@ from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task, ToolResponse
 from agentrl_envs.conversation import Styles, check_generated, check_split, check_style, draw_way, tool_turn
-from agentrl_envs.vision_game.game import COLORS, MOVES, Game
+from agentrl_envs.vision_game.game import COLORS, MOVES, Game, named
 
 STYLES: Styles[str] = {"clean": {"best": 1.0}, "careless": {"best": 0.6, "wander": 0.35, "grab": 0.05}}
 """Relative frequencies of what is done in a turn: `best` does the best thing, `wander` makes any move, `grab` picks up
@@ -131,17 +131,20 @@ class VisionGame(Environment):
         return {"gem": float(session.state.game.won)}
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a game played in a style of STYLES."""
+        """Return a game played in a style of STYLES. The player says what it sees before it acts, so that a model
+        learns to find cells and colors apart from the way."""
         check_style(self, style, STYLES)
         game = deepcopy(self._game(task.data["split"], task.data["index"]))
         said: list[Message] = []
         while not game.over:
-            way, best = draw_way(STYLES[style], rng), game.best()
+            way, best, thought = draw_way(STYLES[style], rng), game.best(), _thought(game)
             if way == "grab" or (way == "best" and not best):
-                said += tool_turn("pick_up", {}, game.pick_up())
+                turn, result = tool_turn("pick_up", {}, game.pick_up())
+                said += [{**turn, "content": thought}, result]
                 continue
             to = rng.choice(best if way == "best" else list(MOVES))
             turn, result = tool_turn("move", {"to": to}, "")
+            turn["content"] = thought
             moved = _moved(game.move(to))
             parts: list[dict[str, Json]] = [
                 {"type": "text", "text": moved},
@@ -149,6 +152,11 @@ class VisionGame(Environment):
             ]
             said += [turn, {**result, "content": parts}]
         return said
+
+
+def _thought(game: Game) -> str:
+    """What a player says before it acts: its own cell, and that of the gem that is wanted."""
+    return f"At {named(game.player)}, {game.wanted} at {named(game.target)}."
 
 
 def _moved(could: bool) -> str:

@@ -99,6 +99,11 @@ class Game:
         return hashlib.sha256(said.encode()).digest()[0] < 32
 
 
+def named(cell: Cell) -> str:
+    """Return the name of a cell: a letter for the column, a number for the row, as on a chessboard seen from above."""
+    return f"{chr(ord('a') + cell[0])}{cell[1] + 1}"
+
+
 @lru_cache(4096)
 def _drawn(size: int, player: Cell | None, gems: tuple[tuple[Cell, str], ...]) -> "Image":
     from PIL import Image, ImageDraw

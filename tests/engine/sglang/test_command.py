@@ -118,6 +118,7 @@ SAVER = {"enable-memory-saver": True}
     [
         ({"flags": {"dp-size": 2}, "servers": 2}, {}, "set engine.args.servers=4 instead"),
         ({"flags": {"dp_size": 4}}, {"lora": True}, "set engine.args.servers=4 instead"),
+        ({"flags": {"pp": 2, "tp_size": 4}}, {}, "set engine.args.flags.tp-size=8 instead"),
         ({"flags": {"quantization": "fp8"}}, {}, "weights of fp8 cannot be replaced"),
         ({"flags": {}}, {"sleep": True}, "engine.sleep releases nothing of a server without"),
         ({"flags": SAVER, "weights": "from_distributed"}, {"sleep": True}, "NCCL connects no two processes that share"),

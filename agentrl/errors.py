@@ -105,7 +105,7 @@ def from_signal(error: BaseException) -> bool:
     return default and isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
-def _code(handler: Any) -> CodeType | None:
+def _code(handler: object) -> CodeType | None:
     """Return the code that a handler runs, unwrapped from partials and methods."""
     while hasattr(handler, "func"):
         handler = handler.func
@@ -157,7 +157,7 @@ def _installed(file: str) -> bool:
     return any(part in _INSTALLED for part in Path(file).parts)
 
 
-def _defined(function: Callable[..., Any]) -> str:
+def _defined(function: Callable[..., object]) -> str:
     """Return the place where a function is defined, for a call that failed before its first line."""
     code = getattr(function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.errors import UserError
+from agentrl.jsonable import Json
 from agentrl.threads import DaemonThreads
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ AT_ONCE = min(8, os.cpu_count() or 1)
 _threads = DaemonThreads("agentrl-images", AT_ONCE)
 
 
-async def in_image_thread(function: Callable[..., T], /, *args: Any) -> T:
+async def in_image_thread(function: Callable[..., T], /, *args: object) -> T:
     """Call what decodes, resizes or hashes images in a thread, of which there are few, so that the event loop goes on
     meanwhile."""
     return await _threads.call(function, *args)
@@ -173,7 +174,7 @@ class ImageStore:
         if folder not in self._others:
             self._others.append(folder)
 
-    def put(self, given: Any) -> str:
+    def put(self, given: object) -> str:
         """Return the hash of an image: a path, the bytes of a file, a `data:` URL, a PIL image, or a mapping with
         `bytes` or `path`, as data sets hold them. Raises ImageError: it is none, is damaged, or is too large."""
         given = unwrapped(given)
@@ -218,7 +219,7 @@ class ImageStore:
             self._decoded.put(key, image, _memory(image))
         return image
 
-    def copy(self, keys: Iterable[Any], folder: Path) -> None:
+    def copy(self, keys: Iterable[object], folder: Path) -> None:
         """Copy images into `folder`, those that are not there yet; what is no hash of a stored image is left out."""
         for key in keys:
             if not (isinstance(key, str) and _HASH.fullmatch(key)) or (folder / f"{key}.png").exists():
@@ -276,7 +277,7 @@ def _memory(image: Any) -> int:
     return 3 * int(image.width) * int(image.height)
 
 
-def unwrapped(given: Any) -> Any:
+def unwrapped(given: object) -> Any:
     """Return what a mapping with `bytes`, `path` or `url` holds, the first that is there; anything else as it is."""
     if isinstance(given, Mapping) and not given.keys().isdisjoint(_FIELDS):
         return next((given[name] for name in _FIELDS if given.get(name) is not None), None)
@@ -292,7 +293,7 @@ class ImageSize(NamedTuple):
     """Rows."""
 
 
-def size_of(given: Any) -> ImageSize:
+def size_of(given: object) -> ImageSize:
     """Return the size of an image by its file's head. Raises ImageError: it is none, is too large, or its file is cut
     off or damaged, as far as checksums or its end say so: those of a PNG all, a JPEG may turn out later."""
     given = unwrapped(given)
@@ -353,7 +354,7 @@ def _opened(given: Any, limits: ImageLimits) -> tuple[Any, BinaryIO | None]:
     return opened, stream
 
 
-def _decoded(given: Any, limits: ImageLimits) -> Any:
+def _decoded(given: object, limits: ImageLimits) -> Any:
     """Return an image as RGB, upright, what is transparent on white. Raises ImageError."""
     opened, stream = _opened(given, limits)
     with stream or nullcontext():
@@ -417,25 +418,25 @@ def is_image(part: object) -> bool:
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
-def is_kept(part: Any) -> bool:
+def is_kept(part: Json) -> bool:
     """Return whether a part of a stored content is an image that was kept, by its hash."""
     return is_image(part) and isinstance(part.get("image"), str) and bool(_HASH.fullmatch(part["image"]))
 
 
-def hashes(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+def hashes(messages: Sequence[Mapping[str, Json]]) -> list[Json]:
     """Return the hashes of the images of stored messages, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part.get("image") for part in parts if is_image(part)]
 
 
-def check_count(messages: Sequence[Mapping[str, Any]], most: int) -> None:
+def check_count(messages: Sequence[Mapping[str, Json]], most: int) -> None:
     """Raise ImageError where messages hold more than `most` images."""
     if (count := len(hashes(messages))) > most:
         raise ImageError(f"the messages hold {count} images, of {most} (rollout.max_images)")
 
 
-def without_last_image(messages: Sequence[Any]) -> list[Any] | None:
+def without_last_image(messages: Sequence[Json]) -> list[Json] | None:
     """Return messages without their last image, and in words how many a message lost; None: they hold none."""
     for at in range(len(messages) - 1, -1, -1):
         content = messages[at].get("content")
@@ -448,7 +449,7 @@ def without_last_image(messages: Sequence[Any]) -> list[Any] | None:
     return None
 
 
-def shown(message: Any, folder: Path) -> Any:
+def shown(message: Json, folder: Path) -> Json:
     """Return a message for a page, its images as `data:` URLs of files in `folder`, large ones made smaller; one that
     is not there stays a hash."""
     content = message.get("content")
@@ -457,7 +458,7 @@ def shown(message: Any, folder: Path) -> Any:
     return {**message, "content": [_shown(part, folder) if is_image(part) else part for part in content]}
 
 
-def _shown(part: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+def _shown(part: Mapping[str, object], folder: Path) -> Mapping[str, Json]:
     key = part.get("image")
     if not isinstance(key, str) or not _HASH.fullmatch(key):
         return part
@@ -480,12 +481,12 @@ def _smaller(file: Path) -> bytes:
     return buffer.getvalue()
 
 
-def stored(message: Any, check: Callable[[str], object] | None = None) -> Any:
+def stored(message: Json, check: Callable[[str], object] | None = None) -> Json:
     """Return a message with its images in the store, by hash: `{"type": "image", "image": hash}`. check: raises
     ImageError for a hash that is not to be shown, such as `Seeing.image_tokens`. Raises ImageError, which names the
     image by its place."""
 
-    def kept(given: Any) -> str:
+    def kept(given: object) -> str:
         key = _stored(given)
         if check is not None:
             check(key)
@@ -494,19 +495,19 @@ def stored(message: Any, check: Callable[[str], object] | None = None) -> Any:
     return _with_images(message, kept)
 
 
-async def all_stored(messages: Sequence[Any], check: Callable[[str], object] | None = None) -> list[Any]:
+async def all_stored(messages: Sequence[Json], check: Callable[[str], object] | None = None) -> list[Json]:
     """Return `stored` of each, whose images are decoded in threads. Raises ImageError."""
     made = (in_image_thread(stored, message, check) if hashes([message]) else None for message in messages)
     return [message if work is None else await work for message, work in zip(messages, made, strict=True)]
 
 
-def sized(message: Any) -> Any:
+def sized(message: object) -> Json:
     """Return a message with the size of each image in its place; raises ImageError as `size_of`, named by its place.
     Nothing is decoded or kept."""
     return _with_images(message, _size)
 
 
-def _with_images(message: Any, made: Callable[[Any], Any]) -> Any:
+def _with_images(message: Json, made: Callable[[Any], Any]) -> Json:
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
         return message
@@ -523,7 +524,7 @@ def _with_images(message: Any, made: Callable[[Any], Any]) -> Any:
     return {**message, "content": parts}
 
 
-def sent(message: Any) -> Any:
+def sent(message: Json) -> Json:
     """Return a message of the store as a client of the Chat Completions API sends it: its images as `data:` URLs."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
@@ -531,7 +532,7 @@ def sent(message: Any) -> Any:
     return {**message, "content": [sent_part(part) for part in content]}
 
 
-def sent_part(part: Any) -> Any:
+def sent_part(part: Json) -> Json:
     """Return a part of a stored content as the Chat Completions API has it. Raises UserError: its image is not stored
     here."""
     return {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if is_kept(part) else part
@@ -541,7 +542,7 @@ def _stored(given: Any) -> str:
     return STORE.again(given) if isinstance(given, str) and STORE.holds(given) else STORE.put(given)
 
 
-def _size(given: Any) -> ImageSize:
+def _size(given: object) -> ImageSize:
     if isinstance(given, str) and STORE.holds(given):
         given = STORE.load(given)
     return size_of(given)
@@ -550,7 +551,7 @@ def _size(given: Any) -> ImageSize:
 Ints = npt.NDArray[np.int64]
 
 
-def keyed(ids: Any, spans: Sequence[ImageSpan]) -> Ints:
+def keyed(ids: object, spans: Sequence[ImageSpan]) -> Ints:
     """Return ids [T] as int64, the placeholders of each image replaced by negative ids that no other image has."""
     found: Ints = np.array(ids, np.int64)
     for span in spans:

@@ -79,7 +79,7 @@ class Call(Future[Any]):
     """A call of a function in a thread. A call that is cancelled while it runs is abandoned."""
 
     def __init__(
-        self, function: Callable[[], Any], abandoned: Abandoned | None, on_abandon: Callable[[], None] = lambda: None
+        self, function: Callable[[], object], abandoned: Abandoned | None, on_abandon: Callable[[], None] = lambda: None
     ) -> None:
         """abandoned: counts the call if it is abandoned. on_abandon: called when it is abandoned."""
         super().__init__()
@@ -159,7 +159,7 @@ class DaemonThreads(ThreadPoolExecutor):
         work = functools.partial(context.run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self, work)
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+    def submit(self, fn: Callable[..., T], /, *args: object, **kwargs: object) -> "Future[T]":
         """Queue a call. Raises RuntimeError after `shutdown`."""
         call = Call(functools.partial(fn, *args, **kwargs), self._abandoned, self._replace)
         with self._changed:
@@ -209,10 +209,10 @@ class DaemonThreads(ThreadPoolExecutor):
             call.cancel()
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     """Return `module.name` of a function, unwrapped from partials and `Context.run`."""
     while isinstance(function, functools.partial):
-        inner: Any = function.func
+        inner = function.func
         ran = isinstance(getattr(inner, "__self__", None), contextvars.Context) and function.args
         function = function.args[0] if ran else inner
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
@@ -222,6 +222,6 @@ def name_of(function: Callable[..., Any]) -> str:
 _own = DaemonThreads("agentrl", 1024)
 
 
-async def in_thread(function: Callable[..., T], /, *args: Any) -> T:
+async def in_thread(function: Callable[..., T], /, *args: object) -> T:
     """Like `asyncio.to_thread`, for agentrl's own code, in threads that plugins do not use."""
     return await _own.call(function, *args)

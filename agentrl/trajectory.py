@@ -8,13 +8,13 @@ paths run through it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.images import ImageSpan
-from agentrl.plugins.types import Message, Task
+from agentrl.plugins.types import Json, Message, Task
 
 UNKNOWN = "unknown"
 """The name in `tool/<name>/...` of every tool that a model called although it does not exist."""
@@ -44,8 +44,6 @@ class FinishReason(StrEnum):
 class Boundary(StrEnum):
     """The part that is responsible for an error."""
 
-    MODEL = "model"
-    """The model, such as by a call with wrong arguments."""
     TOOL = "tool"
     """A tool."""
     ENVIRONMENT = "environment"
@@ -168,7 +166,7 @@ class Trajectory:
     """When that was, in the order in which the stretches ended; empty where it is not known."""
     tools: Sequence[str] = ()
     """Names of the tools that the task offered."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Json] = field(default_factory=dict)
     """If there are any: `retried` and `release_errors`, tuples of lines; `depths`, of each segment the calls of tools
     that its conversation lies in; `usage`, what an endpoint counted, failed attempts included (`Generation.usage`)."""
     segments: tuple[Segment, ...] = ()
@@ -329,3 +327,8 @@ class Group:
     """The valid samples, in sample order."""
     failed: tuple[Trajectory, ...] = ()
     """The samples that failed or were aborted."""
+
+    @classmethod
+    def of(cls, task: Task, samples: Sequence[Trajectory]) -> "Group":
+        """Return the group of all samples of a task, in their order."""
+        return cls(task, tuple(t for t in samples if t.valid), tuple(t for t in samples if not t.valid))

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from agentrl.compute.batch import Batch
 from agentrl.engine.base import GenerationFinish, Sampling
 from agentrl.engine.servers import answer as wire
-from agentrl.engine.servers.answer import Answer, Features
+from agentrl.engine.servers.answer import Answer, Features, Wanted
 from agentrl.engine.servers.client import Client, Sessions
 from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.sglang.kind import SglangEngine
@@ -218,7 +218,8 @@ async def reading(kind: str, urls: Sequence[str], requests: int, at_once: int) -
         async with gate:
             answer, client = Answer(), clients[i % len(clients)]
             reader = speaks.reader(answer, client.url, 3, False)
-            body = speaks.body([first, *range(PROMPT + i % 97)], sampling, 1 << 16, f"{i:032x}", FEATURES, None, 64)
+            ids = [first, *range(PROMPT + i % 97)]
+            body = speaks.body(Wanted(ids, sampling, 1 << 16, f"{i:032x}", interval=64), FEATURES)
             async for payload in client.stream(speaks.generate, body):
                 reader.add(payload)
             assert len(answer.ids) == len(answer.logprobs)

@@ -115,7 +115,7 @@ class Registry(Generic[Entry]):
         self._entry, self._flag, self._attribute = entry, flag, attribute
         self._entries: dict[str, Entry] = {}
 
-    def register(self, name: str, **flags: Any) -> Callable[[F], F]:
+    def register(self, name: str, **flags: object) -> Callable[[F], F]:
         """Register the decorated function as `name`.
 
         flags: `needs_values`, `needs_turns`, `needs_states`, `needs_parts` for an advantage;
@@ -162,7 +162,7 @@ class Registry(Generic[Entry]):
         choose = getattr(self.get(section.name), "choose", None)
         return choose and with_arguments(choose, 3, section.args, f"algorithm.{self.kind}.args")
 
-    def _unregistered(self, function: Any) -> Entry:
+    def _unregistered(self, function: object) -> Entry:
         if self._attribute is None:
             return self._entry(function)
         marked = bool(getattr(function, self._attribute, False))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from agentrl.images import ImageSize, ImageSpan
 from agentrl.plugins.types import Json, Message
@@ -83,7 +83,7 @@ class Chat(Protocol):
         ...
 
 
-Opening = tuple[Sequence[Message], Sequence[dict[str, Any]]]
+Opening = tuple[Sequence[Message], Sequence[dict[str, Json]]]
 """The arguments of `Chat.render`: messages, and the schemas of the tools."""
 
 
@@ -108,6 +108,11 @@ class Seeing(Protocol):
         """Return the tokens of an image, by its hash or by its size alone. Raises ImageError: the model does not take
         it."""
         ...
+
+
+def images_in(chat: Chat, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
+    """Return what `Seeing.images_in` does; nothing for a chat that does not see."""
+    return chat.images_in(ids, messages) if isinstance(chat, Seeing) else []
 
 
 class PartialTurn(Protocol):

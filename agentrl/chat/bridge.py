@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from agentrl.chat.base import Opening, ParsedTurn
 from agentrl.chat.encode import Encoder, Marks, PartialText
@@ -41,7 +40,7 @@ class BridgeChat:
         self.call_format = parser.format.name if parser.format else None
         self._maker = FrameMaker(template, encoder, ends)
         self._frames: dict[Shape, Frame] = {}
-        self._openings: dict[Any, tuple[Frame | None, list[dict[str, Any]]]] = {}
+        self._openings: dict[object, tuple[Frame | None, list[dict[str, Json]]]] = {}
 
     def stop_at(self, further: Sequence[int]) -> None:
         """Take further ids as ends of a turn."""

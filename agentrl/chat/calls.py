@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from agentrl.chat.base import ParsedCall
 from agentrl.plugins.types import Json
@@ -20,7 +19,7 @@ class CallError(Exception):
     """What is wrong with a call, in words for the model."""
 
 
-def _no_constant(name: str) -> Any:
+def _no_constant(name: str) -> Json:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -36,7 +35,7 @@ _decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=finite)
 _SPACE = re.compile(r"\s*")
 
 
-def read_json(text: str) -> Any:
+def read_json(text: str) -> Json:
     """Read strict JSON of bounded depth, with finite numbers and text that can be encoded. Raises CallError."""
     try:
         value = _decoder.decode(text)
@@ -53,7 +52,7 @@ def read_json(text: str) -> Any:
     return value
 
 
-def _deeper(value: Any, depth: int) -> bool:
+def _deeper(value: Json, depth: int) -> bool:
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return depth < 0 or any(_deeper(item, depth - 1) for item in items)
 
@@ -79,7 +78,7 @@ def failed(raw: str, why: object, name: str = "") -> ParsedCall:
     return ParsedCall(name, {}, raw, f"this tool call cannot be read: {why}")
 
 
-def call_of(value: Any, raw: str) -> ParsedCall:
+def call_of(value: Json, raw: str) -> ParsedCall:
     """Return a call from `{"name": ..., "arguments": {...}}` (or `parameters`, or arguments as a JSON string)."""
     if not isinstance(value, dict):
         return failed(raw, f"it must be a JSON object with name and arguments, not {_kind(value)}")
@@ -94,7 +93,7 @@ def identified(call: ParsedCall, identity: object) -> ParsedCall:
     return replace(call, id=identity) if isinstance(identity, str) and identity else call
 
 
-def _call_of(value: dict[str, Any], raw: str) -> ParsedCall:
+def _call_of(value: dict[str, Json], raw: str) -> ParsedCall:
     name = value.get("name", value.get("tool_name"))
     if not isinstance(name, str) or not name:
         return failed(raw, 'it has no "name" of a tool')
@@ -136,7 +135,7 @@ def named_json(name: str, body: str, raw: str) -> ParsedCall:
     return ParsedCall(name, value, raw)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "null" if value is None else _KINDS.get(type(value), type(value).__name__)
 
 
@@ -150,7 +149,7 @@ class Schemas:
             properties = function.get("parameters", {}).get("properties", {})
             self._types[function["name"]] = {key: _types(schema) for key, schema in properties.items()}
 
-    def value(self, tool: str, key: str, text: str) -> Any:
+    def value(self, tool: str, key: str, text: str) -> Json:
         """Return the value that an unquoted text means: JSON where the schema allows that type, else the text
         itself."""
         types = self._types.get(tool, {}).get(key, frozenset())
@@ -169,7 +168,7 @@ class Schemas:
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-def _types(schema: Any) -> frozenset[str]:
+def _types(schema: object) -> frozenset[str]:
     if not isinstance(schema, dict):
         return frozenset()
     found = schema.get("type")
@@ -236,7 +235,7 @@ def _python_call(node: ast.expr, raw: str) -> ParsedCall:
     return ParsedCall(name, arguments, raw)
 
 
-def _literal(node: ast.expr, depth: int) -> Any:
+def _literal(node: ast.expr, depth: int) -> Json:
     if depth > MAX_DEPTH:
         raise CallError("it is nested too deeply")
     match node:
@@ -255,7 +254,7 @@ def _literal(node: ast.expr, depth: int) -> Any:
     raise CallError("arguments must be plain values")
 
 
-def _bounded(value: Any) -> Any:
+def _bounded(value: object) -> Json:
     if isinstance(value, float) and not math.isfinite(value):
         raise CallError("a number is too large")
     return value

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 _SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and broken in two in any other
 IMAGE = "\ufdd2"
@@ -229,7 +230,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _without(spec: dict[str, Any], structural: frozenset[str]) -> tuple[Any, dict[int, int]]:
+def _without(spec: dict[str, Json], structural: frozenset[str]) -> tuple[Any, dict[int, int]]:
     """Return the tokenizer without its structural tokens, and the true ids of those that got another id by that."""
     from tokenizers import Tokenizer
 

@@ -45,7 +45,7 @@ class Family:
     after_stop: bool = False
     after_cut: bool = False
 
-    def tools(self, tools: Sequence[dict[str, Json]]) -> list[dict[str, Any]] | None:
+    def tools(self, tools: Sequence[dict[str, Json]]) -> list[dict[str, Json]] | None:
         """Return the schemas in the form that the renderer takes; None where there are none."""
         return [tool.get("function", tool) if self.bare_tools else tool for tool in tools] or None
 
@@ -78,7 +78,7 @@ class _NoClient(ModuleType):
 
 
 def find_family(
-    tokenizer: Any, template: Template, bridge: BridgeChat, *, kind: str, model_path: str, config: dict[str, Any]
+    tokenizer: Any, template: Template, bridge: BridgeChat, *, kind: str, model_path: str, config: dict[str, Json]
 ) -> tuple[Family | None, str]:
     """Return the first candidate that is proven, or None, and why."""
     if template.parts:
@@ -100,7 +100,7 @@ def find_family(
     return None, f"{', '.join(tried[:4])}{', ...' if tried[4:] else ''} of `renderers` would write other ids"
 
 
-def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Any]) -> list[str]:
+def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Json]) -> list[str]:
     if kind != "auto":
         return [kind]
     known = _renderers_module("base").MODEL_RENDERER_MAP
@@ -116,7 +116,7 @@ def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
     """Return the family's renderers: with its defaults, and with thinking switched off or on."""
     create_renderer = _renderers_module("base").create_renderer
     config_class: Any = type(_renderers_module("configs").config_from_name(name))
-    variants: list[dict[str, Any]] = [{}]
+    variants: list[dict[str, Json]] = [{}]
     if "enable_thinking" in config_class.model_fields:
         variants += [{"enable_thinking": True}, {"enable_thinking": False}]
     for variant in variants:

@@ -449,11 +449,7 @@ FORMATS = (
     ),
     _tagged("gemma calls", "<|tool_call>", "<tool_call|>", _gemma_body, _gemma_reach, drop=("<|tool_response>",)),
     _tagged(
-        "Python calls",
-        "<|tool_call_start|>",
-        "<|tool_call_end|>",
-        _python_body,
-        _outside_of_texts("<|tool_call_end|>"),
+        "Python calls", "<|tool_call_start|>", "<|tool_call_end|>", _python_body, _outside_of_texts("<|tool_call_end|>")
     ),
     _tagged(
         "DeepSeek calls",

@@ -1,9 +1,9 @@
 """Gemma's own way of writing values: `{key:<|"|>text<|"|>,n:3,list:[true,null]}`."""
 
 import re
-from typing import Any
 
 from agentrl.chat.calls import MAX_DEPTH, finite
+from agentrl.plugins.types import Json
 
 _QUOTE = '<|"|>'
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?")
@@ -14,7 +14,7 @@ class _WrongError(Exception):
     pass
 
 
-def read_gemma_arguments(text: str) -> tuple[dict[str, Any], str | None]:
+def read_gemma_arguments(text: str) -> tuple[dict[str, Json], str | None]:
     """Return the arguments and None, or {} and what is wrong. Linear; never raises."""
     try:
         value, at = _value(text, 0, 0)
@@ -33,7 +33,7 @@ def gemma_end(text: str, at: int) -> int:
         return -1
 
 
-def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
+def _value(text: str, at: int, depth: int) -> tuple[Json, int]:
     if depth > MAX_DEPTH:
         raise _WrongError("it is nested too deeply")
     if text.startswith(_QUOTE, at):
@@ -62,8 +62,8 @@ def _string(text: str, at: int) -> tuple[str, int]:
     return text[start:end], end + len(_QUOTE)
 
 
-def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    found: dict[str, Any] = {}
+def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Json], int]:
+    found: dict[str, Json] = {}
     if text.startswith("}", at):
         return found, at + 1
     while True:
@@ -84,8 +84,8 @@ def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
         at += 1
 
 
-def _items(text: str, at: int, depth: int) -> tuple[list[Any], int]:
-    found: list[Any] = []
+def _items(text: str, at: int, depth: int) -> tuple[list[Json], int]:
+    found: list[Json] = []
     if text.startswith("]", at):
         return found, at + 1
     while True:

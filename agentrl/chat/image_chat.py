@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentrl.chat.base import Opening
 from agentrl.chat.bridge import BridgeChat
@@ -53,7 +53,7 @@ def find_image_writing(template: Template, encoder: Encoder, placeholder: int) -
 
 
 _IMAGE: dict[str, Json] = {"type": "image"}
-_CONTENTS: tuple[list[Any], ...] = (
+_CONTENTS: tuple[list[Json], ...] = (
     [_IMAGE, USER],
     [USER, _IMAGE, _IMAGE],
     [_IMAGE, USER, _IMAGE, CONTENT],
@@ -61,7 +61,7 @@ _CONTENTS: tuple[list[Any], ...] = (
 )
 
 
-def _fits(template: Template, text: str, talk: list[Any], last: Any, strips: bool) -> bool:
+def _fits(template: Template, text: str, talk: list[Json], last: Json, strips: bool) -> bool:
     """Return whether images of a last message stand in their place."""
     for contents in _CONTENTS:
         texts = [text if part is _IMAGE else part.strip() if strips else part for part in contents]
@@ -75,7 +75,7 @@ def _fits(template: Template, text: str, talk: list[Any], last: Any, strips: boo
     return True
 
 
-def _behind(template: Template, encoder: Encoder, text: str, talk: list[Any]) -> int | None:
+def _behind(template: Template, encoder: Encoder, text: str, talk: list[Json]) -> int | None:
     """Return the id behind which the images of a tool's message stand; None: there is no such."""
     found = set()
     for contents in _CONTENTS:
@@ -93,15 +93,15 @@ def _behind(template: Template, encoder: Encoder, text: str, talk: list[Any]) ->
     return found.pop() if len(found) == 1 else None
 
 
-def _result(content: Any) -> Message:
+def _result(content: Json) -> Message:
     return {**probe_result(0, ""), "content": content}
 
 
-def _parts(contents: Sequence[Any]) -> Any:
+def _parts(contents: Sequence[object]) -> Json:
     return [part if isinstance(part, dict) else {"type": "text", "text": part} for part in contents]
 
 
-def _user(content: Any) -> Message:
+def _user(content: Json) -> Message:
     return {"role": "user", "content": content}
 
 

@@ -97,7 +97,7 @@ def _eos_ids(tokenizer: Any, places: Sequence[str]) -> frozenset[int]:
     return frozenset(i for i in [tokenizer.eos_token_id, *ids] if isinstance(i, int))
 
 
-def _read(places: Sequence[str], name: str) -> dict[str, Any]:
+def _read(places: Sequence[str], name: str) -> dict[str, Json]:
     """Read a JSON file from the first folder, or local copy of the hub's, that has it; {} if none has."""
     from transformers.utils.hub import cached_file
 

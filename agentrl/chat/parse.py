@@ -1,7 +1,6 @@
 """An assistant's ids taken apart into content, thinking and calls. No text makes it raise; its cost is linear."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from agentrl.chat.base import ParsedTurn
 from agentrl.chat.calls import Schemas
@@ -12,7 +11,7 @@ from agentrl.chat.stream import TurnStream
 from agentrl.chat.template import KEY, USER, Template, TemplateRefusalError, call_name, call_value, probe_turn, shared
 from agentrl.plugins.types import Json, Message
 
-_EXTRA: dict[str, Any] = {"zqn": 4, "zqd": {"zqa": [1, "zqb"]}}
+_EXTRA: dict[str, Json] = {"zqn": 4, "zqd": {"zqa": [1, "zqb"]}}
 
 
 class TurnParser:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import (
@@ -225,7 +224,7 @@ def find_unshown(template: Template) -> str | None:
         function = tool.get("function", tool)
         opening = _opening_with(template, tool, function)
 
-        def same(without: Mapping[str, Any], tool: dict[str, Json] = tool, opening: str = opening) -> bool:
+        def same(without: Mapping[str, Json], tool: dict[str, Json] = tool, opening: str = opening) -> bool:
             return opening != "" and _opening_with(template, tool, without) == opening
 
         found += _left_out(function, (), str(function.get("name")), same, tried)
@@ -242,10 +241,10 @@ def _opening_with(template: Template, tool: dict[str, Json], function: Mapping[s
 
 
 def _left_out(
-    node: Mapping[str, Any],
+    node: Mapping[str, Json],
     kind: tuple[str, ...],
     place: str,
-    same: Callable[[Mapping[str, Any]], bool],
+    same: Callable[[Mapping[str, Json]], bool],
     tried: dict[tuple[str, ...], bool],
 ) -> Iterator[str]:
     """Return keywords of `node` and of what is in it. kind: the keywords and types above it. same: whether the opening
@@ -263,15 +262,15 @@ def _left_out(
 
 
 def _left_out_inside(
-    node: Mapping[str, Any],
+    node: Mapping[str, Json],
     key: str,
     kind: tuple[str, ...],
     place: str,
-    same: Callable[[Mapping[str, Any]], bool],
+    same: Callable[[Mapping[str, Json]], bool],
     tried: dict[tuple[str, ...], bool],
 ) -> Iterator[str]:
     value = node[key]
-    inside: list[tuple[str, Any, Callable[[Any], Any]]]
+    inside: list[tuple[str, Json, Callable[[Json], Json]]]
     if key == "properties" and isinstance(value, Mapping):
         inside = [(f"{place}.{name}", one, partial(_set, value, name)) for name, one in value.items()]
     elif key in ("parameters", "items", "additionalProperties"):
@@ -283,15 +282,15 @@ def _left_out_inside(
     for where, one, back in inside:
         if isinstance(one, Mapping):
 
-            def with_one(new: Mapping[str, Any], back: Callable[[Any], Any] = back) -> bool:
+            def with_one(new: Mapping[str, Json], back: Callable[[Json], object] = back) -> bool:
                 return same({**node, key: back(new)})
 
             yield from _left_out(one, kind, where, with_one, tried)
 
 
-def _set(mapping: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+def _set(mapping: Mapping[str, Json], name: str, value: object) -> dict[str, Json]:
     return {**mapping, name: value}
 
 
-def _put(values: list[Any], i: int, value: Any) -> list[Any]:
+def _put(values: list[Json], i: int, value: Json) -> list[Json]:
     return [*values[:i], value, *values[i + 1 :]]

@@ -114,7 +114,7 @@ class Template:
             raise TemplateRefusalError(str(error).strip() or type(error).__name__) from error
         return text
 
-    def _shaped(self, message: Message) -> dict[str, Any]:
+    def _shaped(self, message: Message) -> dict[str, Json]:
         shaped: dict[str, Json] = dict(message)
         content = shaped.get("content")
         if content is None:
@@ -125,7 +125,7 @@ class Template:
             shaped["tool_calls"] = [self._shaped_call(call) for call in shaped["tool_calls"]]
         return shaped
 
-    def _shaped_call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def _shaped_call(self, call: Mapping[str, Json]) -> dict[str, Json]:
         function = call["function"]
         arguments = function["arguments"]
         if self.arguments == "json" and not isinstance(arguments, str):

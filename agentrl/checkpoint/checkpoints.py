@@ -20,6 +20,7 @@ from agentrl.checkpoint.huggingface import ADAPTER, save_model
 from agentrl.checkpoint.pending import Pending, PendingLike
 from agentrl.checkpoint.roles import TRAINER, check_whole
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 __all__ = ["ADAPTER", "Checkpoints", "NotSaved", "Saved", "save_model"]
 
@@ -44,7 +45,7 @@ class Saved:
     """Its folder."""
 
     @property
-    def extra(self) -> dict[str, Any]:
+    def extra(self) -> dict[str, Json]:
         """The `extra` that was given to `begin`. Raises UserError."""
         return dict(self._state()["extra"])
 
@@ -60,12 +61,12 @@ class Saved:
         split: str | None = self._rating("split")
         return split
 
-    def _rating(self, key: str) -> Any:
+    def _rating(self, key: str) -> Json:
         with suppress(UserError):
             return self._state().get(key)
         return None
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Json]:
         path = self.path / TRAINER / STATE
         state = self._json(path)
         if not isinstance(state, dict) or not isinstance(state.get("extra"), dict):
@@ -103,7 +104,7 @@ class Saved:
         """Return the error, one line, for a checkpoint that cannot be read."""
         return UserError(f"{self.path}: the trainer's state cannot be restored: {what}")
 
-    def _json(self, path: Path) -> Any:
+    def _json(self, path: Path) -> Json:
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
@@ -142,7 +143,7 @@ class Checkpoints:
         self,
         step: int,
         save: Callable[[Path], PendingLike],
-        extra: Mapping[str, Any],
+        extra: Mapping[str, Json],
         rated: tuple[str | None, float] | None = None,
     ) -> Saved:
         """`begin`, then `finish`."""
@@ -154,7 +155,7 @@ class Checkpoints:
         self,
         step: int,
         save: Callable[[Path], PendingLike],
-        extra: Mapping[str, Any],
+        extra: Mapping[str, Json],
         rated: tuple[str | None, float] | None = None,
     ) -> None:
         """Begin to write `step_<step>`, once the save before it is finished.
@@ -191,7 +192,7 @@ class Checkpoints:
             pending, self._open = self._open, None
             pending.result()
 
-    def _complete(self, step: int, partial: Path, pending: PendingLike, state: Mapping[str, Any]) -> None:
+    def _complete(self, step: int, partial: Path, pending: PendingLike, state: Mapping[str, Json]) -> None:
         try:
             pending.result()
             check_whole(partial)

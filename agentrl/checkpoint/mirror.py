@@ -23,6 +23,7 @@ from agentrl.checkpoint.checkpoints import CHECKSUMS, Checkpoints, Saved
 from agentrl.checkpoint.roles import TRAINER
 from agentrl.checkpoint.run_folder import CHECKPOINTS, RECIPE, TRAJECTORIES
 from agentrl.errors import UserError, describe
+from agentrl.plugins.types import Json
 from agentrl.remote import is_remote
 
 KEY = "train.mirror"
@@ -100,7 +101,7 @@ class Store:
         for name in names:
             self._system.rm_file(f"{self._root}/{name}")
 
-    def whole(self, names: Mapping[str, int]) -> dict[int, dict[str, Any]]:
+    def whole(self, names: Mapping[str, int]) -> dict[int, dict[str, Json]]:
         """Return what stands in the marks of whole checkpoints, by step: `sums`, and `files`, their paths below the
         checkpoint's folder. A mark that is not whole itself is none."""
         found = {}

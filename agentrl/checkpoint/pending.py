@@ -16,19 +16,16 @@ class PendingLike(Protocol):
 
 
 class Pending:
-    """Runs `work` in a thread, or (`asynchronous` false) before the constructor returns. The thread is not a daemon:
-    the process waits for it before it exits, so that a checkpoint is written to its end."""
+    """Runs `work` in a thread, which is not a daemon: the process waits for it before it exits, so that a checkpoint is
+    written to its end."""
 
-    def __init__(self, work: Callable[[], None], asynchronous: bool = True) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._work = work
         self._thread = threading.Thread(
             target=self._run, name="agentrl-save"
         )  # cli.main waits for threads of this name
-        if asynchronous:
-            self._thread.start()
-        else:
-            self._run()
+        self._thread.start()
 
     def done(self) -> bool:
         """Return whether the work has ended, with an error or without."""
@@ -36,8 +33,7 @@ class Pending:
 
     def result(self) -> None:
         """Wait for the end of the work; raise its error if it failed."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         if self._error is not None:
             raise self._error
 

@@ -52,28 +52,21 @@ class RoleState(Protocol):
         """Its optimizer."""
 
 
-def save_roles(
-    roles: Mapping[str, RoleState],
-    folder: Path,
-    *,
-    tokenizer: Any = None,
-    group: Any = None,
-    asynchronous: bool = True,
-) -> Pending:
+def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: Any = None) -> Pending:
     """Write `trainer/<role>/` for each of `roles` below `folder`, which exists, and the Hugging Face model of `actor`
-    (with `tokenizer`, if given) into `folder` itself.
+    into `folder` itself. Returns as soon as the trained tensors are copied to the CPU: the roles may go on learning
+    while a thread writes.
 
     group: a gloo group of all ranks that hold these roles, used for nothing else; every rank calls this (None: there
-    is one process). asynchronous: return as soon as the trained tensors are copied to the CPU; the roles may go on
-    learning while a thread writes. The Pending raises UserError, one line, if the disk refused.
+    is one process). The Pending raises UserError, one line, if the disk refused.
     """
     rank = dist.get_rank(group) if group is not None else 0
-    copied = {name: _state(role, rank, copy=asynchronous) for name, role in roles.items()}
+    copied = {name: _state(role, rank) for name, role in roles.items()}
     exported, refused = None, None
     if ACTOR in roles:
         exported = HuggingFace(roles[ACTOR].model, _stand_in(roles[ACTOR], copied[ACTOR]))
         if rank == 0:
-            refused = _begin(exported, folder, tokenizer)
+            refused = _begin(exported, folder)
 
     def write() -> None:
         try:
@@ -87,7 +80,7 @@ def save_roles(
                 raise UserError(line) from error
             raise
 
-    return Pending(write, asynchronous)
+    return Pending(write)
 
 
 def check_whole(folder: Path) -> None:
@@ -101,9 +94,9 @@ def check_whole(folder: Path) -> None:
         )
 
 
-def _begin(exported: HuggingFace, folder: Path, tokenizer: Any) -> OSError | None:
+def _begin(exported: HuggingFace, folder: Path) -> OSError | None:
     try:
-        exported.begin(folder, tokenizer)
+        exported.begin(folder)
     except OSError as error:
         return error
     return None
@@ -172,10 +165,8 @@ def _tensors(role: RoleState) -> dict[str, Tensor]:
     }
 
 
-def _state(role: RoleState, rank: int, copy: bool) -> dict[str, Tensor]:
-    kept = {name: tensor.detach() for name, tensor in _tensors(role).items()}
-    if copy:
-        kept = {name: tensor.to("cpu", copy=True) for name, tensor in kept.items()}
+def _state(role: RoleState, rank: int) -> dict[str, Tensor]:
+    kept = {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(role).items()}
     return {**kept, **rng_state(rank)}
 
 

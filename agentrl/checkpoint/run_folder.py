@@ -9,10 +9,10 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from agentrl.checkpoint.disk import write_whole
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
 ERRORS = "error.log"
@@ -122,7 +122,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise UserError(f"output: cannot write into {self.path}: {getattr(error, 'strerror', error)}") from error
 
-    def append_metrics(self, metrics: Mapping[str, Any]) -> list[str]:
+    def append_metrics(self, metrics: Mapping[str, Json]) -> list[str]:
         """Append one line. Returns the keys whose values are NaN or infinite, which JSON does not have: the line lists
         them as `not_finite` instead."""
         bad = [key for key, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
@@ -131,7 +131,7 @@ class RunFolder:
             file.write(json.dumps(row, allow_nan=False) + "\n")
         return bad
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[dict[str, Json]]:
         """Return every row; a last line that a kill cut short is left out. Raises UserError for any other bad line."""
         path = self.path / METRICS
         try:
@@ -160,7 +160,7 @@ class RunFolder:
         return folder
 
 
-def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Any] | None:
+def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Json] | None:
     """Parse one line; None: the last one, cut short."""
     try:
         row = json.loads(line)

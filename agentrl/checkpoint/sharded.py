@@ -98,7 +98,7 @@ def line(error: BaseException) -> str:
 class Reader(FileSystemReader):
     """torch's reader, but it unpickles nothing."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Return the metadata, read as data. Raises one of UNREADABLE."""
         metadata = read_metadata(Path(self.path) / METADATA)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -122,7 +122,7 @@ class _Record:
 
     name = ""
 
-    def __new__(cls, *arguments: Any) -> "_Record":
+    def __new__(cls, *arguments: object) -> "_Record":
         record = super().__new__(cls)
         record.arguments, record.state = arguments, {}
         return record
@@ -130,10 +130,10 @@ class _Record:
     arguments: tuple[Any, ...]
     state: Any
 
-    def __init__(self, *arguments: Any) -> None:
+    def __init__(self, *arguments: object) -> None:
         """Do nothing: `__new__` has stored them."""
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
@@ -147,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed there")
 
 
-def _metadata(record: Any) -> Metadata:
+def _metadata(record: object) -> Metadata:
     state = _state(record, "Metadata")
     tensors: dict[str, Any] = {
         _checked(name, str): _tensor(entry) for name, entry in state["state_dict_metadata"].items()
@@ -189,17 +189,17 @@ def _size(record: Any) -> torch.Size:
     return torch.Size([_checked(number, int) for number in numbers])
 
 
-def _state(record: Any, name: str) -> Mapping[str, Any]:
+def _state(record: object, name: str) -> Mapping[str, Any]:
     return _checked(_named(record, name).state, dict)
 
 
-def _named(record: Any, name: str) -> _Record:
+def _named(record: object, name: str) -> _Record:
     if not isinstance(record, _Record) or record.name != name:
         raise TypeError(f"{getattr(record, 'name', type(record).__name__)} found instead of {name}")
     return record
 
 
-def _checked(value: Any, kind: type[T]) -> T:
+def _checked(value: object, kind: type[T]) -> T:
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} found instead of {kind.__name__}")
     return value

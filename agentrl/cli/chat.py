@@ -3,16 +3,19 @@
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from typer import Argument, Option
 
 from agentrl.cli.common import SUBJECT, OtherModel, Texts, console
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.cli.try_agents import Person
+    from agentrl.cli.try_env import Watched
     from agentrl.cli.try_show import Images
+    from agentrl.engine.base import Engine
     from agentrl.plugins.types import Content
     from agentrl.recipe.schema import Recipe
     from agentrl.rollout.driver import Driver
@@ -69,11 +72,11 @@ async def _chat(recipe: "Recipe", model: str | None, system: str) -> None:
     plain = apart_from_tasks(recipe, rollout=unhurried(recipe.rollout))
     player = await Player.build(plain, model, Talk(talker.listen, system), say=_say)
     try:
-        engine: Any = Watched(player.engine)
+        engine = Watched(player.engine)
         talker.images = takes_images(player.engine, player.chat)
         hint = f"{HINT} {HINT_IMAGE}" if talker.images else HINT
         talker.person = Person(hint, _say)
-        player.engine = engine
+        player.engine = cast("Engine", engine)
         names = ", ".join(tool.name for tool in player.toolbox.tools) or "none"
         _say(f"model {model or recipe.model.path} · tools {names}")
         _say(hint)
@@ -93,7 +96,7 @@ class _Talker:
     def __init__(self, person: "Person", most: int) -> None:
         self.person, self.most, self.images = person, most, False
         self._first: Content | None = None
-        self._attached: list[dict[str, Any]] = []
+        self._attached: list[dict[str, Json]] = []
         self.gone = False
         self.before: Callable[[], None] = lambda: None
 
@@ -150,7 +153,7 @@ class _Talker:
         _say(f"attached to the next message: {file}, {width} x {height} pixels")
 
 
-async def _converse(driver: "Driver", talker: _Talker, engine: Any, images: "Images") -> None:
+async def _converse(driver: "Driver", talker: _Talker, engine: "Watched", images: "Images") -> None:
     """Hold one conversation, and say why it is over where the person did not end it."""
     from agentrl.cli.try_show import Narrator
     from agentrl.plugins.types import Task

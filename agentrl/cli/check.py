@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from agentrl.cli.common import Overrides
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -309,15 +310,15 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
         await env.release(session)
 
 
-def _plain(content: Any) -> str:
+def _plain(content: object) -> str:
     """Return a content as text, with `<image>` where one stands."""
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in parts)
 
 
-def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Any]]) -> tuple[str, str]:
+def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Json]]) -> tuple[str, str]:
     """Return the prompt as the model reads it, and its length; the messages if the tokenizer is not on this machine."""
-    from agentrl.chat.base import Seeing
+    from agentrl.chat.base import Seeing, images_in
     from agentrl.chat.load import load_chat
     from agentrl.images import check_count, stored
     from agentrl.models.image_input import limit_images
@@ -335,7 +336,7 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
         messages = list(map(stored, messages))
         check_count(messages, recipe.rollout.max_images)
     ids = chat.render(messages, tools)
-    images = [span.tokens for span in chat.images_in(ids, messages)] if isinstance(chat, Seeing) else []
+    images = [span.tokens for span in images_in(chat, ids, messages)]
     rewrites = f"; the template rewrites its history: {chat.rewrites_history}" if chat.rewrites_history else ""
     seen = f", {sum(images)} of them of images" if images else ""
     length = f"{len(ids)} tokens{seen}; rollout.max_tokens is {recipe.rollout.max_tokens}"

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Exit, Option, echo
+
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.recipe.schema import Recipe
@@ -54,13 +56,13 @@ def until_interrupted(train: Callable[[], bool]) -> None:
         raise Exit(130)
 
 
-def key_values(texts: Sequence[str], option: str = "") -> dict[str, Any]:
+def key_values(texts: Sequence[str], option: str = "") -> dict[str, Json]:
     """Return `KEY=VALUE` texts as a mapping, the values read as YAML. option: begins the UserError."""
     import yaml
 
     from agentrl.errors import UserError
 
-    found: dict[str, Any] = {}
+    found: dict[str, Json] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key.strip().isidentifier():

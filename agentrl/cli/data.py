@@ -6,11 +6,12 @@ returns the rows of every split: a mapping of sequences of mappings, or a genera
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from agentrl.cli.common import Text, Texts
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +47,7 @@ def data_command(
     shown.print(f"to train on it: agentrl train RECIPE env.name=dataset env.source={out}", markup=False, soft_wrap=True)
 
 
-def _prepare(name: str, values: Mapping[str, Any]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+def _prepare(name: str, values: Mapping[str, Json]) -> Mapping[str, Sequence[Mapping[str, Json]]]:
     from agentrl.errors import UserError
     from agentrl.plugins.registry import construct, load
 
@@ -56,7 +57,7 @@ def _prepare(name: str, values: Mapping[str, Any]) -> Mapping[str, Sequence[Mapp
     return made
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]], split: str, shown: "Console") -> int:
+def _write(path: Path, rows: Sequence[Mapping[str, Json]], split: str, shown: "Console") -> int:
     from rich.markup import escape
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -2,7 +2,7 @@
 reason."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from agentrl.plugins.registry import Plugin
@@ -77,7 +77,7 @@ def _built_in(group: str) -> "list[Plugin]":
     ]
 
 
-def _description(made: Any, group: str) -> str | None:
+def _description(made: object, group: str) -> str | None:
     """Return a plugin's own words: its `description`, else its docstring; of an engine, that of its module."""
     import sys
 

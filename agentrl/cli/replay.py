@@ -3,12 +3,13 @@
 import difflib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument
 
 from agentrl.cli.common import OwnOverrides, RequestId, SampleNumber, SplitName, StepNumber, TaskId, console
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.offline.replay import Replayed, Step
@@ -89,7 +90,7 @@ def _difference(stored: "Sequence[Message]", live: "Sequence[Message]") -> list[
 
 
 def _text(message: "Message") -> list[str]:
-    content: Any = message.get("content")
+    content: Json = message.get("content")
     name = f" {message['name']}" if message.get("name") else ""
     lines = [f"[{message['role']}{name}]"]
     for part in content if isinstance(content, list) else [content] if content else []:
@@ -100,7 +101,7 @@ def _text(message: "Message") -> list[str]:
     return lines
 
 
-def _part(part: Any) -> str:
+def _part(part: object) -> str:
     """Return a content or a part of one as text, an image by the beginning of its file's name in `images/`."""
     from agentrl.images import is_kept
 

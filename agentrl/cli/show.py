@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from agentrl.cli.common import Text, console
 from agentrl.errors import UserError, nearest
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.rollout.trajectory_file import Record, Stored, Told
@@ -139,7 +140,7 @@ class _Printer:
                 self._tokens(record, told)
         self.say(f"({_cost(record)})\n", "dim")
 
-    def _message(self, message: Mapping[str, Any]) -> None:
+    def _message(self, message: Mapping[str, Json]) -> None:
         name = f" {message['name']}" if message.get("name") else ""
         self.say(f"[{message['role']}{name}]", "bold")
         if reasoning := message.get("reasoning_content"):
@@ -240,11 +241,11 @@ def _cost(record: "Record") -> str:
     return " · ".join(found)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _called(call: Any) -> str:
+def _called(call: Json) -> str:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return _plain(call)

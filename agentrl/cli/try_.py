@@ -1,13 +1,16 @@
 """`agentrl try`: call a tool or play one task, through the driver that training uses."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
 from agentrl.cli.common import Text, Texts, key_values
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from agentrl.recipe.schema import Recipe
 
 _RECIPES = (".yaml", ".yml")
 
@@ -102,7 +105,9 @@ def _kind(what: str) -> str:
     return "tool" if what in tools else "environment"
 
 
-def _recipe(what: str, kind: str, given: list[str], args: dict[str, Json], source: str | None, tools: list[str]) -> Any:
+def _recipe(
+    what: str, kind: str, given: list[str], args: dict[str, Json], source: str | None, tools: list[str]
+) -> "Recipe":
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe
     from agentrl.recipe.schema import EnvSection, Recipe, ToolSection

@@ -6,9 +6,9 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 HINT = "One line is one turn; end it with \\ to continue on the next. Ctrl-D quits; ? shows this again."
 HINT_CALL = " A call is /{tool} {example}"
@@ -114,7 +114,7 @@ def _turn(line: str, where: str) -> str:
     return "\n".join(lines + [_call(call, where) for call in value.get("tool_calls") or []])
 
 
-def _call(value: Any, where: str) -> str:
+def _call(value: Json, where: str) -> str:
     from agentrl.testing.agent import call
 
     inner = value.get("function", value) if isinstance(value, dict) else {}

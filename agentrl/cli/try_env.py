@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from agentrl.cli.try_agents import HINT, HINT_CALL, Person, read_replies
 from agentrl.cli.try_show import Images, Narrator, rewards_line
 from agentrl.errors import UserError, nearest
-from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
+    from agentrl.engine.base import Engine, Generation
     from agentrl.plugins.environment import Environment
     from agentrl.plugins.tool import Tool
     from agentrl.plugins.types import Task
@@ -129,8 +129,8 @@ async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrat
     player = await Player.build(recipe, model_path=choice.model, env=env)
     try:
         _introduce(task, list(offered(task, player.toolbox.tools, env).values()), narrator, recipe)
-        engine: Any = Watched(player.engine)
-        player.engine = engine
+        engine = Watched(player.engine)
+        player.engine = cast("Engine", engine)
         driver = player.driver()
         request = driver.request(task, 0, seed=choice.seed)
         engine.before = lambda: narrator.follow(request)
@@ -143,14 +143,14 @@ async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrat
 class Watched:
     """An engine that calls `before` each time it is asked for a turn."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: "Engine") -> None:
         self._engine = engine
         self.before: Callable[[], None] = lambda: None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    async def generate(self, *args: Any, **kwargs: Json) -> Any:
+    async def generate(self, *args: Any, **kwargs: Any) -> "Generation":
         self.before()
         return await self._engine.generate(*args, **kwargs)
 

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.cli.common import console
 from agentrl.errors import UserError
@@ -27,7 +27,7 @@ class Images:
         self._folder = None if folder is None else Path(folder)
         self._count = 0
 
-    def write(self, image: Any) -> str:
+    def write(self, image: object) -> str:
         """Write an image and return a line that says where it lies, or why it cannot be shown. image: as of
         `ImageStore.put`, or the hash of one that is stored."""
         try:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.cli.try_show import Images, Narrator, rewards_line
 from agentrl.errors import UserError, nearest
@@ -10,6 +10,7 @@ from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.plugins.tool import Tool
+    from agentrl.recipe.schema import ToolSection
 
 FAILED = 1
 
@@ -19,7 +20,7 @@ def try_tool(
     args: Mapping[str, Json],
     calls: Sequence[str],
     *,
-    create: Mapping[str, Any],
+    create: Mapping[str, Json],
     tool: str | None,
     images: str | None,
     seed: int,
@@ -33,7 +34,7 @@ def try_tool(
     return run(_try(section, tool, arguments, create, Narrator(Images(images), calls_only=True), seed))
 
 
-def _arguments(text: str, number: int) -> dict[str, Any]:
+def _arguments(text: str, number: int) -> dict[str, Json]:
     where = f"call {number}: {text[:60]!r}"
     try:
         value = json.loads(text)
@@ -45,10 +46,10 @@ def _arguments(text: str, number: int) -> dict[str, Any]:
 
 
 async def _try(
-    section: Any,
+    section: "ToolSection",
     chosen: str | None,
-    calls: Sequence[Mapping[str, Any]],
-    create: Mapping[str, Any],
+    calls: Sequence[Mapping[str, Json]],
+    create: Mapping[str, Json],
     narrator: Narrator,
     seed: int,
 ) -> int:
@@ -100,7 +101,7 @@ def _describe(tool: "Tool", name: str, narrator: Narrator, chosen: str | None) -
 
 
 async def _play(
-    tool: "Tool", calls: Sequence[Mapping[str, Any]], create: Mapping[str, Any], narrator: Narrator, seed: int
+    tool: "Tool", calls: Sequence[Mapping[str, Json]], create: Mapping[str, Json], narrator: Narrator, seed: int
 ) -> int:
     from agentrl.plugins.types import Task, ToolKwargs
     from agentrl.testing.agent import call

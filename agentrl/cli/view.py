@@ -9,8 +9,8 @@ from typer import Argument, Option
 from agentrl.cli.common import console
 
 if TYPE_CHECKING:
+    from agentrl.plugins.types import Json
     from agentrl.view.assets import Ranges
-    from agentrl.view.store import Json
 
 
 def view_command(

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of a single call."""
 MARK = "__agentrl_registered__"
 
@@ -26,16 +26,16 @@ class Shape:
         return self.workers // self.sequence_parallel
 
 
-Scatter = Callable[[Shape, tuple[Any, ...], dict[str, Any]], tuple[list[Arguments | None], Any]]
+Scatter = Callable[[Shape, tuple[object, ...], dict[str, object]], tuple[list[Arguments | None], Any]]
 """Return the arguments of each rank (None: not called), and a context for `Gather`. An object that several ranks share
 is sent once."""
-Gather = Callable[[Shape, list[Any], Any], Any]
+Gather = Callable[[Shape, list[object], Any], Any]
 """Return the result, from one output a rank (None for ranks not called) and the context of `Scatter`."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A mode of calling a group. `ONE_TO_ALL`, `ALL_TO_ALL`, `RANK_ZERO` and `SPLIT` ship; users may define others.
+    """A mode of calling a group. `ONE_TO_ALL`, `RANK_ZERO` and `SPLIT` ship; users may define others.
 
     What `scatter` raises is raised before anything is sent.
     """
@@ -81,34 +81,24 @@ def registered(worker_class: type) -> dict[str, tuple[Dispatch, bool]]:
     return found
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
+def _named(args: tuple[object, ...], kwargs: dict[str, object]) -> list[tuple[int | str, object]]:
     return [*enumerate(args), *kwargs.items()]
 
 
-def _outputs(shape: Shape, outputs: list[Any], context: Any) -> list[Any]:
+def _outputs(shape: Shape, outputs: list[object], context: object) -> list[object]:
     return outputs
 
 
-def _to_all(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+def _to_all(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], None]:
     same = (args, kwargs)
     return [same] * shape.workers, None
 
 
-def _one_each(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
-    for name, value in _named(args, kwargs):
-        if not isinstance(value, list | tuple) or len(value) != shape.workers:
-            raise TypeError(f"argument {name} must be a list of {shape.workers} entries, one a worker, not {value!r}")
-    return [
-        (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()})
-        for rank in range(shape.workers)
-    ], None
-
-
-def _to_first(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+def _to_first(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], None]:
     return [(args, kwargs), *[None] * (shape.workers - 1)], None
 
 
-def _split(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], Any]:
+def _split(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], Any]:
     partitions: dict[int | str, Any] = {
         key: value.distribute(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Distributable)
     }
@@ -129,8 +119,6 @@ def _split(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 ONE_TO_ALL = Dispatch("one_to_all", _to_all, _outputs)
 """Send the same arguments to every worker; return their outputs by rank."""
-ALL_TO_ALL = Dispatch("all_to_all", _one_each, _outputs)
-"""Take a list with one entry a worker for each argument; return the outputs by rank."""
 RANK_ZERO = Dispatch("rank_zero", _to_first, lambda shape, outputs, context: outputs[0])
 """Call worker 0 only; return its output."""
 SPLIT = Dispatch("split", _split, lambda shape, outputs, partition: partition.join(outputs[:: shape.sequence_parallel]))

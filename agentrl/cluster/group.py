@@ -36,7 +36,7 @@ class Future:
     """The result of a call in flight."""
 
     def __init__(
-        self, group: "WorkerGroup", method: str, refs: dict[Any, int], gather: Callable[[list[Any]], Any]
+        self, group: "WorkerGroup", method: str, refs: dict[Any, int], gather: Callable[[list[Any]], object]
     ) -> None:
         self._group, self._method, self._refs, self._gather = group, method, refs, gather
 
@@ -60,7 +60,7 @@ class Method:
         future = self.future(*args, **kwargs)
         return future.result() if self._blocking else future
 
-    def future(self, *args: Any, **kwargs: Any) -> Future:
+    def future(self, *args: object, **kwargs: object) -> Future:
         """Send the call and return at once."""
         shape, dispatch = self._group.shape, self._dispatch
         calls, context = dispatch.scatter(shape, args, kwargs)
@@ -85,12 +85,12 @@ class WorkerGroup:
         self,
         pool: ResourcePool,
         worker_class: type,
-        *args: Any,
+        *args: object,
         name: str,
         logs: Path,
         timeout: float = 600.0,
         sequence_parallel: int = 1,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if pool.workers % sequence_parallel:
             raise ClusterError(

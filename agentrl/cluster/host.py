@@ -135,7 +135,7 @@ class Host:
         return _answer(end)
 
 
-def _answer(work: Callable[[], Any]) -> Answer:
+def _answer(work: Callable[[], object]) -> Answer:
     try:
         return Answer(work())
     except Exception as error:  # noqa: BLE001 - the boundary: the controller raises it again

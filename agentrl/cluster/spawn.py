@@ -31,16 +31,16 @@ def spawn(pool: ResourcePool) -> list[Any]:
     ]
 
 
-def wait_for_processes(actors: list[Any], group: str, seconds: float = SPAWN_SECONDS) -> list[ProcessInfo]:
+def wait_for_processes(actors: list[Any], group: str) -> list[ProcessInfo]:
     """Wait until the processes run. Raises ClusterError if some do not start in time, or at all."""
     import ray
 
     refs = [actor.describe.remote() for actor in actors]
-    ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=seconds)
+    ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=SPAWN_SECONDS)
     if waiting:
         raise ClusterError(
-            f"{len(waiting)} of the {len(refs)} processes of {group!r} did not start within {seconds:.0f} seconds; "
-            f"see `ray status`, and whether every machine has agentrl"
+            f"{len(waiting)} of the {len(refs)} processes of {group!r} did not start within {SPAWN_SECONDS:.0f} "
+            f"seconds; see `ray status`, and whether every machine has agentrl"
         )
     try:
         return ray.get(ready)
@@ -48,7 +48,7 @@ def wait_for_processes(actors: list[Any], group: str, seconds: float = SPAWN_SEC
         raise ClusterError(f"a process of {group!r} did not start: {cause_of_death(error)}") from None
 
 
-def pickled(worker_class: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def pickled(worker_class: type, args: tuple[object, ...], kwargs: dict[str, object]) -> bytes:
     """Pickle a worker's class and arguments. Raises TypeError for arguments that cannot leave this process."""
     from ray import cloudpickle
 

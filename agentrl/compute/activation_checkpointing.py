@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.compute.hf_attention import checkpoint_contexts
+from agentrl.models.shape import longest_list
 
 
 def recompute(model: Any, offload: bool = False) -> None:
@@ -25,14 +26,10 @@ def recompute(model: Any, offload: bool = False) -> None:
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers that are recomputed, and sharded, one at a time: the modules that transformers must not split,
-    else the longest list of modules that is in no other list."""
+    else its `longest_list`."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kinds and not _has_table(m)]
-    if found:
-        return found
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outer = [list(m) for name, m in lists.items() if not any(name.startswith(f"{other}.") for other in lists)]
-    return max(outer, key=len, default=[])
+    return found or longest_list(model)
 
 
 def _has_table(module: nn.Module) -> bool:
@@ -53,7 +50,7 @@ def _wrap(block: nn.Module, model: Any, offload: bool) -> None:
     block.forward = forward
 
 
-def _on_host(arguments: Sequence[Any]) -> saved_tensors_hooks:
+def _on_host(arguments: Sequence[object]) -> saved_tensors_hooks:
     """Keep tensors saved for the backward pass in CPU memory if they have the shape of the layer's input, the first
     tensor of `arguments`. Positions and others that all layers share stay on their device."""
     shape = next(each.shape for each in arguments if isinstance(each, Tensor))

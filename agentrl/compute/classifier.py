@@ -226,7 +226,7 @@ def classifier_folder(path: str) -> str:
     return path
 
 
-def _load_or_explain(path: str, what: str, load: Callable[[], Any]) -> Any:
+def _load_or_explain(path: str, what: str, load: Callable[[], object]) -> Any:
     """Return `load()`. Raises UserError, one line, for any error of it: this is the boundary to files and to the
     hub."""
     from transformers.utils import logging

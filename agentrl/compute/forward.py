@@ -185,10 +185,7 @@ class SequenceRunner(Generic[M]):
     """
 
     def __init__(
-        self,
-        model: M,
-        compute: torch.dtype | None = None,
-        max_over_ranks: Callable[[int], int] | None = None,
+        self, model: M, compute: torch.dtype | None = None, max_over_ranks: Callable[[int], int] | None = None
     ) -> None:
         self.model, self.compute, self.max_over_ranks = model, compute, max_over_ranks
 
@@ -257,10 +254,7 @@ def computed_in(section: ModelSection) -> torch.dtype | None:
 
 
 def choose(
-    model: PreTrainedModel,
-    compute: torch.dtype | None = None,
-    checkpointing: bool = False,
-    offload: bool = False,
+    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, offload: bool = False
 ) -> tuple[Forward, str]:
     """Return the fastest exact implementation for `model`, and a line that says which, and why not a faster one.
 

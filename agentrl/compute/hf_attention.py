@@ -22,7 +22,12 @@ _NAME = "agentrl_prefix_trees"
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """Call the replacement in the form of AttentionInterface: query [1, H, P, D] to [1, P, H, D]. Raises
     Unsupported."""

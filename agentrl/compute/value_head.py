@@ -90,7 +90,7 @@ class ValueModel(nn.Module):
         assert isinstance(layer, nn.Linear)
         return layer
 
-    def forward(self, **inputs: Any) -> Any:
+    def forward(self, **inputs: object) -> Any:
         """Return an object like a language model's output, with `logits` [B, L, 1]."""
         return SimpleNamespace(logits=self.of_states(self.model(**inputs).last_hidden_state))
 
@@ -131,10 +131,7 @@ class ModuleValues:
     """A `ValueForward` by the module with its attention replaced. compute, max_over_ranks: see `ModuleForward`."""
 
     def __init__(
-        self,
-        model: ValueModel,
-        compute: torch.dtype | None = None,
-        max_over_ranks: Callable[[int], int] | None = None,
+        self, model: ValueModel, compute: torch.dtype | None = None, max_over_ranks: Callable[[int], int] | None = None
     ) -> None:
         self.model, self.compute, self.vision = model, compute, vision_of(model, max_over_ranks)
 
@@ -158,10 +155,7 @@ class SequenceValues(SequenceRunner[ValueModel]):
 
 
 def value_forward(
-    model: PreTrainedModel,
-    compute: torch.dtype | None = None,
-    checkpointing: bool = False,
-    offload: bool = False,
+    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, offload: bool = False
 ) -> tuple[ValueForward, str]:
     """Return the fastest exact `ValueForward` of a new value model on the backbone of `model`, and one line about it.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.data.rows import Joined, Listed, Row, Rows, checked
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 TEXT_TYPES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 FILE_TYPES = (*TEXT_TYPES, ".parquet")
@@ -143,7 +144,7 @@ def _parquet(path: Path) -> Rows:
 BATCH = 1000  # rows turned into one piece of a table
 
 
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]], progress: Callable[[int], None]) -> None:
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Json]], progress: Callable[[int], None]) -> None:
     """Write rows to a Parquet file. `progress` is called with the number of each batch's rows. The first batch fixes
     the columns and their types. Raises UserError."""
     import pyarrow

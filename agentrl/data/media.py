@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from agentrl.errors import UserError
 from agentrl.images import STORE, ImageError, is_image, unwrapped
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 from agentrl.remote import downloaded
 
 Urls = Literal["refuse", "public", "any"]
@@ -36,7 +36,7 @@ class Images:
     urls: Urls = "refuse"
     """What is done about addresses."""
 
-    def placed(self, messages: Sequence[Message], row: Mapping[str, Any], folder: Path | None) -> list[Message]:
+    def placed(self, messages: Sequence[Message], row: Mapping[str, Json], folder: Path | None) -> list[Message]:
         """Return messages with the row's images as parts, where they stand. folder: of the row's file. Raises
         UserError: images and their places are not equally many, or one is nothing that can be read."""
         if self.column != COLUMN and self.column not in row and tagged(messages):
@@ -87,7 +87,7 @@ class _Given:
     def __post_init__(self) -> None:
         self.count = len(self.left)
 
-    def content(self, content: Any) -> Any:
+    def content(self, content: object) -> Any:
         """Return a content with images in their places; a text without any as it is."""
         if isinstance(content, str):
             parts = self._cut(content)
@@ -115,12 +115,12 @@ class _Given:
             parts += [{"type": "text", "text": piece}] if piece else []
         return parts
 
-    def _next(self) -> dict[str, Any]:
+    def _next(self) -> dict[str, Json]:
         """Return the next image of the column; one too many is told once all places are counted."""
         self.places += 1
         return {"type": "image", "image": self._source(self.left.pop(0)) if self.left else None}
 
-    def _source(self, given: Any) -> Any:
+    def _source(self, given: object) -> Any:
         given = unwrapped(given)
         if not isinstance(given, str) or given.startswith("data:"):
             return given
@@ -148,7 +148,7 @@ def _is_address(part: Any) -> bool:
     return is_image(part) and isinstance(part.get("image"), str) and part["image"].startswith(("http://", "https://"))
 
 
-def _file(part: Mapping[str, Any], anywhere: bool) -> dict[str, Any]:
+def _file(part: Mapping[str, Json], anywhere: bool) -> dict[str, Json]:
     try:
         return {"type": "image", "image": str(downloaded(part["image"], most=STORE.limits.bytes, anywhere=anywhere))}
     except OSError as error:

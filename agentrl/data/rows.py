@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
-Row = dict[str, Any]
+Row = dict[str, Json]
 
 
 class Rows(Sequence[Row]):
@@ -48,14 +49,14 @@ class Rows(Sequence[Row]):
         return self.row(index % size)
 
 
-def checked(value: Any, where: str) -> Row:
+def checked(value: object, where: str) -> Row:
     """Return a row as a dict of its fields. Raises UserError for anything that is not an object."""
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: is not an object with named fields, but {value!r:.60}")
     return dict(value)
 
 
-def undecoded(data: Any) -> Any:
+def undecoded(data: object) -> Any:
     """Return a dataset of the package `datasets` whose images come as `{bytes, path}`: a row would decode all of its
     own, and a broken one raise. One with a format of its own is left as it is."""
     from datasets import Dataset, Image

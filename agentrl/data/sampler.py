@@ -104,7 +104,7 @@ class TaskSampler:
             return bool(min(found) >= 0 and max(found) < self.size)
         return all(map(self._is_task, found))
 
-    def _is_task(self, index: Any) -> bool:
+    def _is_task(self, index: object) -> bool:
         return isinstance(index, int | np.integer) and not isinstance(index, bool) and 0 <= int(index) < self.size
 
     @property
@@ -121,15 +121,15 @@ class TaskSampler:
         if self.order is not None:
             call_plugin(self._whose, self.order.learn, index, solved, rewards)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         """Return what `restore` needs. Raises UserError: what a user's order raises, or gives that is not JSON."""
-        found: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
+        found: dict[str, Json] = {"epoch": self.epoch, "position": self.position}
         if self.order is not None:
             own = call_plugin(self._whose, self.order.state)
             found["order"] = call_plugin(f"{self._whose}: its state", lambda: json.loads(json.dumps(own)))
         return found
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Json]) -> None:
         """Continue at the position of `state`, from `state()` of a sampler of the same size, seed and order. Raises
         UserError: what the order raises."""
         self.epoch, self.position, self._order = int(state["epoch"]), int(state["position"]), None

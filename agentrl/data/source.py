@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentrl.data.change import Change
 from agentrl.data.files import WANTED, file_type, read_files, stem
@@ -197,7 +197,7 @@ class _Function:
         return _some(rows)
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> bool:
     return hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 

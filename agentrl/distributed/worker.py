@@ -31,6 +31,7 @@ from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference, WithoutAdapter
 from agentrl.learner.teacher import POLICY, Teacher, compared_whole, local_teachers, teacher_model
 from agentrl.models import lora
+from agentrl.plugins.types import Json
 from agentrl.profiling.step import SYNC
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
 from agentrl.recipe.schema import Recipe, TeacherSection
@@ -51,7 +52,7 @@ class TrainWorker(InstrumentedWorker):
 
     memory_advice = "lower train.micro_batch_tokens, set model.checkpointing or cluster.offload, or use more workers"
 
-    def __init__(self, recipe: Mapping[str, Any], base: Mapping[str, Any], roles: Sequence[str], images: str) -> None:
+    def __init__(self, recipe: Mapping[str, Json], base: Mapping[str, Json], roles: Sequence[str], images: str) -> None:
         STORE.look_in(Path(images))
         self.recipe = Recipe.model_validate(recipe)
         original = self.recipe.model_copy(update={"model": self.recipe.model.model_validate(base)})

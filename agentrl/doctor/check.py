@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.errors import PlainError, describe
+from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.doctor.subject import Subject
@@ -69,12 +70,12 @@ class Finding:
     log: str = ""
     """Last lines that its process wrote; empty unless it failed."""
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> dict[str, Json]:
         """Return it as JSON values."""
         return asdict(self)
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> "Finding":
+    def read(cls, values: Mapping[str, Json]) -> "Finding":
         """The inverse of `written`."""
         return cls(**{**values, "status": Status(values["status"])})
 

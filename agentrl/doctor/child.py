@@ -9,7 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from agentrl.plugins.types import Json
 
 FINDINGS, RECIPE = "findings.jsonl", "recipe.yaml"
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     os._exit(0)  # whatever threads or processes a part has left
 
 
-def say(folder: Path, line: dict[str, Any]) -> None:
+def say(folder: Path, line: dict[str, Json]) -> None:
     """Append a line, as one write."""
     with (folder / FINDINGS).open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

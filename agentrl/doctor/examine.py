@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from agentrl.cluster.errors import tail
 from agentrl.doctor.check import Check, Finding, Status
@@ -16,6 +15,7 @@ from agentrl.doctor.child import FINDINGS, RECIPE
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.registry import check_engine, find, load_path, make_environment
 from agentrl.plugins.rewards import make_rewards
+from agentrl.plugins.types import Json
 from agentrl.process_tree import ProcessTree
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
@@ -164,7 +164,7 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0
 
-    def new(self) -> list[dict[str, Any]]:
+    def new(self) -> list[dict[str, Json]]:
         """Return the whole lines since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._at)

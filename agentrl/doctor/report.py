@@ -15,6 +15,7 @@ from agentrl import __version__
 from agentrl.checkpoint.disk import write_whole
 from agentrl.doctor.check import Finding
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.secrets import masked_text
 
@@ -35,7 +36,7 @@ def write_report(path: Path, recipe: Recipe, findings: Sequence[Finding]) -> Non
         raise UserError(f"--output: cannot write {path}: {error.strerror}") from error
 
 
-def environment() -> dict[str, Any]:
+def environment() -> dict[str, Json]:
     """Return what the findings depend on: Python, system, and the versions of what agentrl needs."""
     names = {Requirement(text).name for text in metadata.requires("agentrl") or ()}
     versions = {d.name: d.version for d in metadata.distributions() if d.name in names or d.name.startswith("nvidia")}
@@ -47,7 +48,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def cleaned(value: Any) -> Any:
+def cleaned(value: object) -> Any:
     """Return a JSON value without secrets, the home folder and the name of whoever has it."""
     if isinstance(value, dict):
         return {key: cleaned(item) for key, item in value.items()}

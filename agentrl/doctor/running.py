@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from agentrl.errors import UserError
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model
 from agentrl.models.memory import plan_memory
+from agentrl.plugins.types import Json
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import ClusterSection, Recipe
 from agentrl.training.run import resume_run, train
@@ -155,7 +155,7 @@ def step(subject: Subject) -> str:
     )
 
 
-def check_step(row: Mapping[str, Any]) -> None:
+def check_step(row: Mapping[str, Json]) -> None:
     """Raise CheckError for metrics of a step that something is wrong with."""
     if bad := row.get("not_finite"):
         raise CheckError(f"not finite: {', '.join(bad)}", "model.dtype or train.lr")
@@ -194,7 +194,7 @@ def total_memory(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def step_seconds(recipe: Recipe, row: Mapping[str, Any]) -> float:
+def step_seconds(recipe: Recipe, row: Mapping[str, Json]) -> float:
     """Return seconds of a step of the recipe, by the metrics of a small one: training in proportion to the samples,
     sampling to their number over that of those decoded at once, publishing as it was. A guess: few samples are slower
     each."""

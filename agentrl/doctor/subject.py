@@ -101,8 +101,8 @@ class Subject:
             self._runner = None
 
 
-def small(recipe: Recipe, output: Path, steps: int = 1) -> Recipe:
-    """Return `recipe` with `steps` steps of a few short samples, written to `output`, without evaluation and trackers:
+def small(recipe: Recipe, output: Path) -> Recipe:
+    """Return `recipe` with one step of a few short samples, written to `output`, without evaluation and trackers:
     what a step does is the same, and how long it takes is not."""
     limits, train = recipe.rollout, recipe.train
     fewer = {
@@ -113,7 +113,7 @@ def small(recipe: Recipe, output: Path, steps: int = 1) -> Recipe:
     size = fewer["tasks"] * fewer["n"]
     return recipe.changed(
         rollout=fewer, eval=EvalSection(every=0, tasks=2, splits=()), profile=ProfileSection(), track=TrackSection(),
-        train={"steps": steps, "save_every": 0, "mini_batches": min(train.mini_batches, size)}, output=str(output),
+        train={"steps": 1, "save_every": 0, "mini_batches": min(train.mini_batches, size)}, output=str(output),
     )  # fmt: skip
 
 

@@ -2,11 +2,12 @@
 
 import asyncio
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from agentrl.chat.base import Chat
 from agentrl.cluster.placement import Launched
 from agentrl.errors import PlainError, UserError
 from agentrl.plugins.registry import load
+from agentrl.plugins.types import Json
 from agentrl.recipe.schema import EngineSection, Recipe
 from agentrl.weights.source import WeightSource
 
@@ -128,7 +130,7 @@ class Engine(Protocol):
         return []
 
     @staticmethod
-    def launched(args: Mapping[str, Any]) -> Launched:
+    def launched(args: Mapping[str, Json]) -> Launched:
         """Return the servers that the engine launches on this machine with these `engine.args`, for the table of
         devices (`cluster/placement.py`), which gives an engine whose class takes `devices` those of each server.
 
@@ -193,6 +195,24 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Free all resources; running requests end with finish `abort`."""
         return None
+
+
+IntArray = npt.NDArray[np.int64]
+"""Ids of a prompt, at each turn the whole conversation so far: lists of thousands take longer to check and to write
+than the answer takes to read."""
+
+
+def checked_prompt(ids: Sequence[int], request_id: str, vocabulary: int, images: bool) -> IntArray:
+    """Return the prompt of a request as an array of its own. images: see `Engine.images`. Raises EngineError: it is
+    empty, or an id is outside the vocabulary."""
+    prompt: IntArray = np.array(ids if isinstance(ids, array) else array("q", ids))
+    if not len(prompt):
+        raise EngineError(f"request {request_id!r} has an empty prompt")
+    low, high = int(prompt.min()), int(prompt.max())
+    if (low < 0 and not images) or high >= vocabulary:
+        wrong = low if low < 0 and not images else high
+        raise EngineError(f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {vocabulary}")
+    return prompt
 
 
 def engine_class(name: str) -> type[Engine]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
+from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling, checked_prompt
 from agentrl.engine.local.choose import PROBE_TOKENS, TOLERANCE
 from agentrl.engine.local.engine import context_of, copy_into
 from agentrl.engine.local.module_runner import evaluating
@@ -76,7 +76,7 @@ class _Chooser:
         chosen = torch.from_numpy(tokens).to(scores.device)[:, None]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
-    def done(self, input_ids: Tensor, scores: Any) -> Tensor:
+    def done(self, input_ids: Tensor, scores: object) -> Tensor:
         """Return which rows are done, bool [B]."""
         return torch.tensor([row.finish is not None for row in self._rows], device=input_ids.device)
 
@@ -192,18 +192,11 @@ class TransformersEngine(Engine):
             raise EngineError(f"the engine cannot sample: {self._partial}")
         if any(row.request_id == request_id for row in (*self._waiting, *self._running)):
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
-        prompt = [int(i) for i in ids]
-        if not prompt:
-            raise EngineError(f"request {request_id!r} has an empty prompt")
-        if self.images and min(prompt) < 0 and self._model.image_input.placeholder in prompt:
+        prompt: list[int] = checked_prompt(ids, request_id, self._vocabulary, self.images).tolist()
+        if min(prompt) < 0 and self._model.image_input.placeholder in prompt:
             raise EngineError(
                 f"request {request_id!r}: the model sampled the placeholder of images, which transformers would take "
                 "for one"
-            )
-        least = prompt if not self.images else [max(0, i) for i in prompt]
-        if wrong := [i for i in (min(least), max(least)) if not 0 <= i < self._vocabulary]:
-            raise EngineError(
-                f"request {request_id!r}: id {wrong[0]} is outside the model's vocabulary of {self._vocabulary}"
             )
         return prompt
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from agentrl.eval.outcome import Outcome, by_task, read_outcomes
 from agentrl.eval.paired import Difference, difference, difference_shown, holm, tasks_needed
 from agentrl.eval.result import SplitResult, summarize
 from agentrl.models import EMBEDDED
+from agentrl.plugins.types import Json
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory_file import Stored, stored_files
@@ -102,7 +102,7 @@ class Paired:
         """The tasks of which B solves less, the largest change first."""
         return sorted((one for one in self.pairs if one.difference < 0), key=lambda one: one.difference)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Json]:
         """Return the fields as a dictionary, which `json.dumps` takes."""
         tasks = {"gained": [asdict(one) for one in self.gained], "lost": [asdict(one) for one in self.lost]}
         return {
@@ -124,7 +124,7 @@ class Comparison:
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Lines about what was left out."""
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Json]:
         """Return sides and comparisons as JSON values."""
         sides = {
             one.letter: {"name": one.name, "model": one.model, "files": {s: str(f.path) for s, f in one.files.items()}}

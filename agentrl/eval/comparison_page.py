@@ -5,11 +5,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.eval.compare import Comparison, Paired, Side, TaskPair, points, sentences
 from agentrl.eval.show_comparison import look
+from agentrl.plugins.types import Json
 from agentrl.rollout.trajectory_file import Record, Told, conversations, read_records
 
 TASKS = 12
@@ -168,7 +168,7 @@ def _messages(record: Record) -> Iterator[str]:
     yield f"<p class=soft>{reward}, ended by {escape(str(record['finish']))}</p>"
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, Json]) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, dict) else part for part in parts]

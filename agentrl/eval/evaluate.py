@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.run_folder import MODEL, RunFolder, recipe_of
@@ -17,7 +16,7 @@ from agentrl.models.load import resolve_types
 from agentrl.plugins.environment import Environment, is_validation
 from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.registry import make_environment, tasks_of
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.event_loop import blocking, run
@@ -48,7 +47,7 @@ class Evaluation:
     folder: Path | None = field(default=None, compare=False)
     """Where the conversations are; None where they were not kept."""
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Json]:
         """Return model, environment, notes and the results by split as JSON values."""
         splits = {r.split: r.json() for r in self.splits}
         return {"model": self.model, "env": self.env, "notes": list(self.notes), "splits": splits}
@@ -133,8 +132,7 @@ async def play(
     """
     env = make_environment(recipe.env)
     chosen = chosen_splits(env, recipe)
-    if empty := [split for split in chosen if not len(tasks_of(env, split))]:
-        raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
+    check_tasks(env, chosen, recipe)
     if by is not None:
         for split in chosen:
             check_field(by, tasks_of(env, split)[0], split)
@@ -237,6 +235,12 @@ def check_field(name: str, task: Task, split: str) -> None:
     """Raise UserError unless the first task of a split has a field of this name in its data."""
     if name not in task.data:
         raise UserError(f"--by {name}: the tasks of {split} have no such field{nearest(name, list(task.data))}")
+
+
+def check_tasks(env: Environment, splits: Iterable[str], recipe: Recipe) -> None:
+    """Raise UserError where the recipe's environment has no task in one of `splits`."""
+    if empty := [split for split in splits if not len(tasks_of(env, split))]:
+        raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from agentrl.checkpoint.disk import write_whole
 from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES, FolderLock
 from agentrl.errors import UserError
 from agentrl.eval.outcome import Outcome, by_task, read_outcomes
 from agentrl.eval.result import TaskResult
+from agentrl.plugins.types import Json
 from agentrl.recipe.load import differing, dump_recipe, load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory_file import Row, join_trajectories, left_out, row, write_trajectories
@@ -135,7 +135,7 @@ class EvaluationFolder:
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written to: {error.strerror}") from error
 
-    def write(self, found: dict[str, Any], outcomes: dict[str, Sequence[Outcome]]) -> None:
+    def write(self, found: dict[str, Json], outcomes: dict[str, Sequence[Outcome]]) -> None:
         """Write the figures, and what became of each task. Raises UserError: the disk refuses it."""
         lines = [
             json.dumps({"split": split, **asdict(TaskResult.of(task))})

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from agentrl.eval.outcome import outcomes_of
 from agentrl.eval.result import SplitResult, summarize
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import tasks_of
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.trajectory import Group, Trajectory
@@ -30,7 +29,7 @@ class HeldOut:
     """The tasks of each split: those of its first `eval.tasks` whose prompt fits."""
     samples: int
     """Samples per task."""
-    limits: Mapping[str, Any]
+    limits: Mapping[str, Json]
     """Keys of `rollout` that evaluations have another value of, such as the temperature."""
     splits: tuple[str, ...]
     """The splits to report."""
@@ -111,7 +110,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_turns", "max_turn_tokens", "ma
 """Keys of `rollout` that `eval` may replace."""
 
 
-def sampling_of(recipe: Recipe) -> dict[str, Any]:
+def sampling_of(recipe: Recipe) -> dict[str, Json]:
     """Return the keys of SAMPLING whose value `eval` replaces, and that value."""
     given = {name: getattr(recipe.eval, name) for name in SAMPLING}
     return {name: value for name, value in given.items() if value is not None}

@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl.rollout.trajectory_file import Row, read_records, read_rows
 from agentrl.trajectory import UNKNOWN, FinishReason, Group, Trajectory
 
@@ -56,7 +57,7 @@ class Outcome:
     """Wall time."""
     usage: Mapping[str, int] = field(default_factory=dict)
     """What an endpoint counted: `input`, `cached_input` and `output` tokens; empty where there is none."""
-    data: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Json] = field(default_factory=dict)
     """The task's data."""
     environment: str = ""
     """Name of its environment."""

@@ -3,11 +3,12 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from agentrl.errors import UserError
 from agentrl.eval.outcome import Call, Outcome, by_task
 from agentrl.eval.statistics import accuracy_interval, pass_all_k, pass_at_k
+from agentrl.plugins.types import Json
 from agentrl.trajectory import Group
 
 
@@ -22,7 +23,7 @@ class Accuracy(NamedTuple):
     """Upper bound of the interval; None in results saved before intervals were."""
 
     @classmethod
-    def read(cls, saved: Any) -> "Accuracy":
+    def read(cls, saved: Json) -> "Accuracy":
         """Read from JSON: [value, low, high], or a single number, which was saved before intervals were."""
         return cls(*saved) if isinstance(saved, list) else cls(saved)
 
@@ -132,7 +133,7 @@ class SplitResult:
         """The accuracy with its interval."""
         return Accuracy(self.accuracy, self.low, self.high)
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Json]:
         """Return the fields as a dictionary, which `json.dumps` takes."""
         tools = {name: one._asdict() for name, one in self.tools.items()}
         return asdict(self) | {"tools": tools, "by": {value: part._asdict() for value, part in self.by.items()}}

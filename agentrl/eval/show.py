@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,6 +12,7 @@ from rich.table import Table
 
 from agentrl.errors import UserError
 from agentrl.eval.result import SplitResult
+from agentrl.plugins.types import Json
 from agentrl.terminal import terminal
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
 class Told(Protocol):
     """What is written as JSON."""
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Json]:
         """Return JSON values."""
         ...
 

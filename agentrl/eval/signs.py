@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from agentrl.plugins.types import Json
 
 Sign = tuple[str, str]
 """A kind of sign, and which of its kind."""
@@ -38,7 +40,7 @@ class Said(NamedTuple):
     """The text of its reasoning."""
 
 
-def said(message: Mapping[str, Any]) -> Said:
+def said(message: Mapping[str, Json]) -> Said:
     """Return a message in the format of the OpenAI API, as stored: anything may be missing, or of another type."""
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
     return Said(
@@ -49,14 +51,14 @@ def said(message: Mapping[str, Any]) -> Said:
     )
 
 
-def _text(content: Any) -> str:
+def _text(content: Json) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else ()
     return "\n".join(str(part.get("text") or "") for part in parts if isinstance(part, Mapping))
 
 
-def _calls(calls: list[Any]) -> list[tuple[str, list[str]]]:
+def _calls(calls: list[Json]) -> list[tuple[str, list[str]]]:
     found = []
     for call in calls:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -65,7 +67,7 @@ def _calls(calls: list[Any]) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: Json) -> Iterator[str]:
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -178,7 +180,7 @@ def known(name: str, tools: Sequence[str]) -> str:
     return name if name in tools else "an unknown tool"
 
 
-def ended(row: Mapping[str, Any]) -> Iterator[tuple[Sign, str]]:
+def ended(row: Mapping[str, Json]) -> Iterator[tuple[Sign, str]]:
     """Yield the signs of a sample's finish reason and of its tool calls. row: with the columns `finish`, `tools` and
     `tool_uses`."""
     yield ("finish", str(row["finish"])), ""

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from agentrl.errors import UserError
 from agentrl.eval.signs import UNSURE, Said, Sign, ended, miscopied, repeated, said, unsure
+from agentrl.plugins.types import Json
 from agentrl.rollout.trajectory_file import Record, Row, read_batches, read_records, read_rows
 
 CHANCE = 0.05
@@ -108,7 +109,7 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     """What could not be looked at."""
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, Json]:
         """Return the fields as a dictionary, which `json.dumps` takes."""
         found = asdict(self)
         for kind in ("causes", "gone"):
@@ -179,7 +180,7 @@ class _Tally:
     examples: list[Example] = field(default_factory=list)
 
 
-def reasons(path: Path, first: Path | None, piece: Callable[[int], str] | None) -> dict[str, Any]:
+def reasons(path: Path, first: Path | None, piece: Callable[[int], str] | None) -> dict[str, Json]:
     """Return `diagnose` as JSON values, for the page of a run."""
     return diagnose(path, first, piece=piece).json()
 
@@ -199,7 +200,7 @@ class _Counted:
         self.below = _mean_reward(path)
         self._piece = piece if self.tokens else None
         self._tallies: dict[Sign, _Tally] = defaultdict(_Tally)
-        self._data: dict[str, dict[str, Any]] = {}  # task -> its data, scalars alone
+        self._data: dict[str, dict[str, Json]] = {}  # task -> its data, scalars alone
         self._failures: list[Example] = []  # in the order of `signs`
         self._solutions: list[str] = []  # tasks
         self._tasks: dict[str, tuple[int, int]] = {}  # task -> its failed samples, all of its samples
@@ -262,7 +263,7 @@ class _Counted:
             note = f'"{pieces[at]}" at {math.exp(row["logprob"]):.0%}'
             yield unsure(pieces, at, message, last=number == len(row["turns"]) - 1, tools=tools), note
 
-    def count_fields(self, labels: Callable[[Mapping[str, Any]], Sequence[Sign]]) -> None:
+    def count_fields(self, labels: Callable[[Mapping[str, Json]], Sequence[Sign]]) -> None:
         """Count the signs that `labels` gives for the data of each sample's task."""
         found = {task: labels(data) for task, data in self._data.items()}
         for index, example in enumerate(self._failures):
@@ -272,7 +273,7 @@ class _Counted:
             for sign in found[task]:
                 self._tallies[sign].solved[task] += 1
 
-    def data(self) -> Iterable[dict[str, Any]]:
+    def data(self) -> Iterable[dict[str, Json]]:
         """Return the scalars in the data of each task."""
         return self._data.values()
 
@@ -386,7 +387,7 @@ def _conversations(row: Row) -> tuple[list[Said], list[list[Said]], Sequence[str
     return messages, branches, row["tools"] or ()
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Json:
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -407,32 +408,32 @@ def _turn(row: Row, messages: list[Said], branches: list[list[Said]]) -> tuple[i
 # Fields of tasks
 
 
-def _scalars(row: Row) -> dict[str, Any]:
+def _scalars(row: Row) -> dict[str, Json]:
     """Return the scalars in a task's data, and its environment."""
     data = _parsed(row["task_data"])
     found = {str(key): value for key, value in data.items() if isinstance(value, str | int | float)} if data else {}
     return found | ({"environment": row["environment"]} if row["environment"] else {})
 
 
-def labels_of(tasks: Iterable[Mapping[str, Any]]) -> Callable[[Mapping[str, Any]], list[Sign]]:
+def labels_of(tasks: Iterable[Mapping[str, Json]]) -> Callable[[Mapping[str, Json]], list[Sign]]:
     """Return a function from a task's data to its signs, one for each field in which tasks agree.
 
     Values are compared one by one where there are few; else numbers by quarters of the tasks, and texts by quarters of
     their lengths.
     """
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, list[Json]] = {}
     for data in tasks:
         for name, value in data.items():
             columns.setdefault(name, []).append(value)
     readers = {name: reader for name, values in columns.items() if (reader := _reader(name, values)) is not None}
 
-    def labels(data: Mapping[str, Any]) -> list[Sign]:
+    def labels(data: Mapping[str, Json]) -> list[Sign]:
         return [("field", readers[name](value)) for name, value in data.items() if name in readers]
 
     return labels
 
 
-def _reader(name: str, values: Sequence[Any]) -> Callable[[Any], str] | None:
+def _reader(name: str, values: Sequence[object]) -> Callable[[Json], str] | None:
     """Return what names the group of a value; None where all are equal."""
     distinct = {str(value) for value in values}
     if len(distinct) < 2:
@@ -444,7 +445,7 @@ def _reader(name: str, values: Sequence[Any]) -> Callable[[Any], str] | None:
     size, unit, given = (_number, "", numbers) if len(numbers) == len(values) else (_letters, " characters", [])
     edges = np.quantile(given or [_letters(value) for value in values], [0, 0.25, 0.5, 0.75, 1]).tolist()
 
-    def group(value: Any) -> str:
+    def group(value: object) -> str:
         found = size(value)
         place = 3 if found is None else max(0, min(3, bisect_left(edges, found) - 1))
         return f"{name} from {edges[place]:.6g} to {edges[place + 1]:.6g}{unit}"
@@ -452,7 +453,7 @@ def _reader(name: str, values: Sequence[Any]) -> Callable[[Any], str] | None:
     return group
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Json) -> float | None:
     try:
         found = float(value)
     except (ValueError, OverflowError):
@@ -460,5 +461,5 @@ def _number(value: Any) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def _letters(value: Any) -> float:
+def _letters(value: object) -> float:
     return float(len(str(value)))

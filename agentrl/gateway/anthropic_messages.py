@@ -1,7 +1,6 @@
 """The dialect of Anthropic's Messages API."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
@@ -16,7 +15,7 @@ from agentrl.gateway.chat_completions import (
     part_of,
     text_of,
     tool_call,
-    tool_schema,
+    tools_of,
 )
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Content, Json, Message
@@ -31,7 +30,7 @@ class AnthropicMessages:
 
     history = "messages"
 
-    def parse(self, body: Mapping[str, Any]) -> Call:
+    def parse(self, body: Mapping[str, Json]) -> Call:
         """Return the call. Raises GatewayError for what cannot be served."""
         if body.get("stop_sequences"):
             raise GatewayError("stop_sequences: not served here")
@@ -42,14 +41,14 @@ class AnthropicMessages:
             messages += _messages(mapping(one, f"messages.{i}"), f"messages.{i}")
         return Call(
             messages=tuple(messages),
-            tools=_tools(body),
+            tools=tools_of(body, mapping(body.get("tool_choice"), "tool_choice").get("type"), _parts),
             max_tokens=count(body.get("max_tokens"), "max_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model", "")),
             asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
         )
 
-    def render(self, found: Completion, call: Call) -> dict[str, Any]:
+    def render(self, found: Completion, call: Call) -> dict[str, Json]:
         """Return the answer as an object."""
         usage = {"input_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens}
         return _message(found.id, call, list(_blocks(found)), _STOP[found.finish], usage)
@@ -58,17 +57,17 @@ class AnthropicMessages:
         """Return what writes an answer as server-sent events."""
         return _MessageWriter(call)
 
-    def error(self, error: GatewayError) -> dict[str, Any]:
+    def error(self, error: GatewayError) -> dict[str, Json]:
         """Return the body of an error."""
         kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-def _event(name: str, data: Mapping[str, Any]) -> bytes:
+def _event(name: str, data: Mapping[str, Json]) -> bytes:
     return event({"type": name, **data}, name)
 
 
-def _messages(one: Mapping[str, Any], where: str) -> Iterator[Message]:
+def _messages(one: Mapping[str, Json], where: str) -> Iterator[Message]:
     """Yield what one message of the API holds: results of tools are messages of their own here."""
     role, content = one.get("role"), one.get("content")
     if role not in ("user", "assistant"):
@@ -77,7 +76,7 @@ def _messages(one: Mapping[str, Any], where: str) -> Iterator[Message]:
         yield {"role": role, "content": content}
         return
     parts: list[str | dict[str, Json]] = []
-    calls: list[Any] = []
+    calls: list[Json] = []
     for i, part in enumerate(array(content, f"{where}.content")):
         at = f"{where}.content.{i}"
         block = mapping(part, at)
@@ -105,7 +104,7 @@ def _messages(one: Mapping[str, Any], where: str) -> Iterator[Message]:
         yield {"role": "user", "content": joined(parts)}
 
 
-def _result(content: Any, where: str) -> Content:
+def _result(content: object, where: str) -> Content:
     """Return what a tool said: text, or texts and images."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -117,28 +116,21 @@ def _result(content: Any, where: str) -> Content:
     return joined(parts)
 
 
-def _image(block: Mapping[str, Any], where: str) -> dict[str, Json]:
+def _image(block: Mapping[str, Json], where: str) -> dict[str, Json]:
     source = mapping(block.get("source"), f"{where}.source")
     data = source.get("data") if source.get("type") == "base64" else None
     return image_part(f"data:{source.get('media_type')};base64,{data}" if isinstance(data, str) else None, where)
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:
-    choice = mapping(body.get("tool_choice"), "tool_choice").get("type", "auto")
-    if choice not in ("auto", "none"):
-        raise GatewayError("tool_choice: only auto and none are served; the model chooses")
-    tools = []
-    for i, given in enumerate(array(body.get("tools") or (), "tools")):
-        tool = mapping(given, f"tools.{i}")
-        if tool.get("type", "custom") != "custom":
-            raise GatewayError(f"tools.{i}: a tool of type {tool.get('type')!r} is not served; offer functions")
-        tools.append(tool_schema(tool.get("name"), tool.get("description"), tool.get("input_schema"), i))
-    return () if choice == "none" else tuple(tools)
+def _parts(tool: Mapping[str, Json], where: str) -> tuple[Json, Json, Json]:
+    if tool.get("type", "custom") != "custom":
+        raise GatewayError(f"{where}: a tool of type {tool.get('type')!r} is not served; offer functions")
+    return tool.get("name"), tool.get("description"), tool.get("input_schema")
 
 
 def _message(
-    completion_id: str, call: Call, content: list[Any], stop: str | None, usage: Mapping[str, int]
-) -> dict[str, Any]:
+    completion_id: str, call: Call, content: list[Json], stop: str | None, usage: Mapping[str, int]
+) -> dict[str, Json]:
     return {
         "id": f"msg_{completion_id}",
         "type": "message",
@@ -151,7 +143,7 @@ def _message(
     }
 
 
-def _blocks(found: Completion) -> Iterator[dict[str, Any]]:
+def _blocks(found: Completion) -> Iterator[dict[str, Json]]:
     message = found.message
     if message.get("reasoning_content"):
         yield {**_EMPTY["reasoning"], "thinking": message["reasoning_content"]}
@@ -160,17 +152,14 @@ def _blocks(found: Completion) -> Iterator[dict[str, Any]]:
     yield from _tool_uses(found)
 
 
-def _tool_uses(found: Completion) -> Iterator[dict[str, Any]]:
+def _tool_uses(found: Completion) -> Iterator[dict[str, Json]]:
     for call in found.message.get("tool_calls", ()):
         given = call["function"]["arguments"]
         arguments = given if isinstance(given, dict) else {UNREADABLE: given}
         yield {"type": "tool_use", "id": call.get("id", ""), "name": call["function"]["name"], "input": arguments}
 
 
-_EMPTY = {
-    "content": {"type": "text", "text": ""},
-    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
-}
+_EMPTY = {"content": {"type": "text", "text": ""}, "reasoning": {"type": "thinking", "thinking": "", "signature": ""}}
 _DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 
 
@@ -207,11 +196,11 @@ class _MessageWriter(Writer):
         yield _event("message_delta", {"delta": delta, "usage": {"output_tokens": found.completion_tokens}})
         yield _event("message_stop", {})
 
-    def _start(self, kind: str, block: Mapping[str, Any]) -> Iterator[bytes]:
+    def _start(self, kind: str, block: Mapping[str, Json]) -> Iterator[bytes]:
         self._open, self._texts = kind, self._texts or kind == "content"
         yield _event("content_block_start", {"index": self._blocks, "content_block": block})
 
-    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+    def _delta(self, delta: Mapping[str, Json]) -> bytes:
         return _event("content_block_delta", {"index": self._blocks, "delta": delta})
 
     def _stop(self) -> Iterator[bytes]:

@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal, cast
 
 from agentrl.gateway.call import Call, Completion, GatewayError
 from agentrl.gateway.stream import Writer
@@ -26,7 +26,7 @@ class ChatCompletions:
 
     history = "messages"
 
-    def parse(self, body: Mapping[str, Any]) -> Call:
+    def parse(self, body: Mapping[str, Json]) -> Call:
         """Return the call. Raises GatewayError for what cannot be served."""
         refuse(body, {"n": 1, "stop": None, "top_logprobs": None, "logit_bias": None, "audio": None, "functions": None})
         form = mapping(body.get("response_format"), "response_format")
@@ -34,7 +34,7 @@ class ChatCompletions:
             raise GatewayError("response_format: only text is served")
         return Call(
             messages=tuple(message_of(one, i) for i, one in enumerate(array(body.get("messages"), "messages"))),
-            tools=tools_of(body),
+            tools=tools_of(body, body.get("tool_choice"), _parts),
             max_tokens=count(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
             stream=bool(body.get("stream")),
             usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
@@ -43,7 +43,7 @@ class ChatCompletions:
             asked={key: value for key, value in body.items() if key in ASKED and value is not None},
         )
 
-    def render(self, found: Completion, call: Call) -> dict[str, Any]:
+    def render(self, found: Completion, call: Call) -> dict[str, Json]:
         """Return the answer as an object."""
         return {
             **_head(found.id, call, "chat.completion"),
@@ -62,7 +62,7 @@ class ChatCompletions:
         """Return what writes an answer as server-sent events."""
         return _ChatWriter(call)
 
-    def error(self, error: GatewayError) -> dict[str, Any]:
+    def error(self, error: GatewayError) -> dict[str, Json]:
         """Return the body of an error."""
         return openai_error(error)
 
@@ -84,21 +84,21 @@ class _ChatWriter(Writer):
             yield event({**self._head, "choices": [], "usage": _usage(found)})
         yield b"data: [DONE]\n\n"
 
-    def _chunk(self, delta: Mapping[str, Any], finish: str | None = None, **more: Any) -> bytes:
+    def _chunk(self, delta: Mapping[str, Json], finish: str | None = None, **more: object) -> bytes:
         return event({**self._head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
 
 
-def _head(completion_id: str, call: Call, kind: str) -> dict[str, Any]:
+def _head(completion_id: str, call: Call, kind: str) -> dict[str, Json]:
     return {"id": f"chatcmpl-{completion_id}", "object": kind, "created": int(time.time()), "model": call.model}
 
 
-def openai_error(error: GatewayError) -> dict[str, Any]:
+def openai_error(error: GatewayError) -> dict[str, Json]:
     """Return the body of an error, as both of OpenAI's APIs have it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
-def message_of(given: Any, index: int) -> Message:
+def message_of(given: Json, index: int) -> Message:
     """Return a message of the API in our form. Raises GatewayError."""
     where = f"messages.{index}"
     one = mapping(given, where)
@@ -117,13 +117,13 @@ def message_of(given: Any, index: int) -> Message:
     return message
 
 
-def _call_of(given: Any, where: str) -> Any:
+def _call_of(given: Json, where: str) -> Json:
     one = mapping(given, where)
     function = mapping(one.get("function"), f"{where}.function")
     return tool_call(str(one.get("id", "")), function.get("name"), function.get("arguments"), where)
 
 
-def tool_call(name_id: str, name: Any, arguments: Any, where: str) -> Any:
+def tool_call(name_id: str, name: Json, arguments: Json, where: str) -> Json:
     """Return a call of a tool in our form: its arguments parsed where they are a JSON object. Its name may be empty: a
     model may write that."""
     if not isinstance(name, str):
@@ -139,7 +139,7 @@ def tool_call(name_id: str, name: Any, arguments: Any, where: str) -> Any:
     return {"type": "function", "id": name_id, "function": {"name": name, "arguments": arguments or {}}}
 
 
-def text_of(content: Any, where: str) -> str:
+def text_of(content: Json, where: str) -> str:
     """Return a content as text: of parts, their texts one after the other. Raises GatewayError for other parts."""
     found = content_of(content, where)
     if not isinstance(found, str):
@@ -147,7 +147,7 @@ def text_of(content: Any, where: str) -> str:
     return found
 
 
-def content_of(content: Any, where: str) -> Content:
+def content_of(content: object, where: str) -> Content:
     """Return a content of either of OpenAI's APIs; see `joined`. Raises GatewayError for other parts."""
     if content is None:
         return ""
@@ -172,7 +172,7 @@ def joined(parts: Iterable[str | dict[str, Json]]) -> Content:
     return str(found[0]["text"]) if found else ""
 
 
-def part_of(part: Mapping[str, Any], where: str) -> str | dict[str, Json]:
+def part_of(part: Mapping[str, Json], where: str) -> str | dict[str, Json]:
     """Return a part of a content: a text, or an image in our form. Raises GatewayError for other parts."""
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
@@ -184,26 +184,32 @@ def part_of(part: Mapping[str, Any], where: str) -> str | dict[str, Json]:
     return text
 
 
-def image_part(url: Any, where: str) -> dict[str, Json]:
+def image_part(url: object, where: str) -> dict[str, Json]:
     """Return an image in our form. Raises GatewayError where it does not come with the request."""
     if not isinstance(url, str) or not url.startswith("data:"):
         raise GatewayError(f"{where}: an image must come as base64 within the request (data:image/png;base64,...)")
     return {"type": "image", "image": url}
 
 
-def tools_of(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:
-    """Return the tools that are offered. Raises GatewayError for a choice that cannot be kept to."""
-    choice = body.get("tool_choice")
+def tools_of(
+    body: Mapping[str, Json], choice: Json, parts: Callable[[Mapping[str, Json], str], tuple[Json, Json, Json]]
+) -> tuple[dict[str, Json], ...]:
+    """Return the tools that are offered. choice: of the body. parts: returns name, description and parameters of a tool
+    and its place. Raises GatewayError for a choice that cannot be kept to."""
     if choice not in (None, "auto", "none"):
         raise GatewayError("tool_choice: only auto and none are served; the model chooses")
     tools = []
-    for i, one in enumerate(array(body.get("tools") or (), "tools")):
-        function = mapping(mapping(one, f"tools.{i}").get("function"), f"tools.{i}.function")
-        tools.append(tool_schema(function.get("name"), function.get("description"), function.get("parameters"), i))
+    for i, given in enumerate(array(body.get("tools") or (), "tools")):
+        tools.append(tool_schema(*parts(mapping(given, f"tools.{i}"), f"tools.{i}"), i))
     return () if choice == "none" else tuple(tools)
 
 
-def tool_schema(name: Any, description: Any, parameters: Any, index: int) -> dict[str, Json]:
+def _parts(tool: Mapping[str, Json], where: str) -> tuple[Json, Json, Json]:
+    function = mapping(tool.get("function"), f"{where}.function")
+    return function.get("name"), function.get("description"), function.get("parameters")
+
+
+def tool_schema(name: Json, description: Json, parameters: Json, index: int) -> dict[str, Json]:
     """Return a tool in the form of prompts."""
     if not isinstance(name, str) or not name:
         raise GatewayError(f"tools.{index}: a tool has no name")
@@ -212,24 +218,24 @@ def tool_schema(name: Any, description: Any, parameters: Any, index: int) -> dic
     return {"type": "function", "function": {"name": name, "description": described, "parameters": shape}}
 
 
-def written(message: Message) -> dict[str, Any]:
+def written(message: Message) -> dict[str, Json]:
     """Return an assistant's message as the API has it: arguments as JSON text."""
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
-    found: dict[str, Any] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    found: dict[str, Json] = {"role": "assistant", "content": message["content"] or (None if calls else "")}
     if message.get("reasoning_content"):
         found["reasoning_content"] = message["reasoning_content"]
     return {**found, "tool_calls": calls} if calls else found
 
 
-def arguments_text(arguments: Any) -> str:
+def arguments_text(arguments: Json) -> str:
     """Return the arguments of a call as JSON text; what cannot be read as it was written."""
     return arguments if isinstance(arguments, str) else encode(arguments)
 
 
-def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+def event(data: Mapping[str, Json], name: str | None = None) -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {encode(data)}\n\n".encode("utf-8", "replace")
@@ -240,7 +246,7 @@ def _usage(found: Completion) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
 
-def _logprobs(found: Completion) -> dict[str, Any]:
+def _logprobs(found: Completion) -> dict[str, Json]:
     content = [
         {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
         for text, value in found.tokens
@@ -248,7 +254,7 @@ def _logprobs(found: Completion) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def refuse(body: Mapping[str, Any], served: Mapping[str, Any]) -> None:
+def refuse(body: Mapping[str, Json], served: Mapping[str, Json]) -> None:
     """Raise GatewayError where a key of `served` has another value than the one that is served, or an empty one."""
     for key in served.keys() & body.keys():
         given = body[key]
@@ -256,7 +262,7 @@ def refuse(body: Mapping[str, Any], served: Mapping[str, Any]) -> None:
             raise GatewayError(f"{key}: {json.dumps(given)[:80]} is not served here")
 
 
-def mapping(value: Any, where: str) -> Mapping[str, Any]:
+def mapping(value: object, where: str) -> Mapping[str, Json]:
     """Return an object, {} for none. Raises GatewayError."""
     if value is None:
         return {}
@@ -265,14 +271,14 @@ def mapping(value: Any, where: str) -> Mapping[str, Any]:
     return value
 
 
-def array(value: Any, where: str) -> Sequence[Any]:
+def array(value: object, where: str) -> Sequence[Json]:
     """Return an array. Raises GatewayError."""
     if not isinstance(value, list | tuple):
         raise GatewayError(f"{where}: expected an array, got {type(value).__name__}")
     return value
 
 
-def count(value: Any, where: str) -> int | None:
+def count(value: Json, where: str) -> int | None:
     """Return a positive whole number, or None. Raises GatewayError."""
     if value is None:
         return None

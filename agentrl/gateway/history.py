@@ -9,10 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentrl.gateway.call import Call, GatewayError
 from agentrl.images import ImageError, hashes, stored
+from agentrl.plugins.types import Json
 
 KEPT = 8
 """Calls of a key whose bytes are kept: as many branches may grow side by side."""
@@ -25,7 +26,7 @@ class Dialect(Protocol):
 
     history: str
 
-    def parse(self, body: Mapping[str, Any]) -> Call: ...
+    def parse(self, body: Mapping[str, Json]) -> Call: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +101,15 @@ class History:
         return Seen(body[: len(body) - len(short) + end], head, type(dialect), call)
 
 
-def json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Json]:
     """Return a body as an object. Raises GatewayError."""
     return _read(body, "")[0]
 
 
-def _read(body: bytes, key: str) -> tuple[dict[str, Any], int, int]:
+def _read(body: bytes, key: str) -> tuple[dict[str, Json], int, int]:
     """Return a body as an object, where the array of messages in it begins and where its last message ends, in bytes;
     0 where there is no such array at `key`. Raises GatewayError."""
-    found: dict[str, Any] = {}
+    found: dict[str, Json] = {}
     head = end = 0
     try:
         text = body.decode("utf-8", "surrogatepass")
@@ -145,7 +146,7 @@ def _after(text: str, at: int, sign: str) -> int:
     return at + 1
 
 
-def _inside(text: str, start: int, end: int, value: Any) -> tuple[int, int]:
+def _inside(text: str, start: int, end: int, value: Json) -> tuple[int, int]:
     """Return where the objects of an array begin and end; 0 where it holds anything else at its end."""
     end = len(text[start : end - 1].rstrip()) + start
     return (start + 1, end) if isinstance(value, list) and text[end - 1] == "}" else (0, 0)

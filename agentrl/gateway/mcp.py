@@ -4,18 +4,18 @@ It is stateless: the key names the rollout, whose tools these are. Every request
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from agentrl import __version__
 from agentrl.gateway.call import Endpoint, GatewayError
 from agentrl.gateway.chat_completions import mapping
+from agentrl.plugins.types import Json
 
 VERSIONS = ("2025-06-18", "2025-03-26", "2024-11-05")
 """Versions of the protocol that are spoken, the newest first."""
 _NO_METHOD, _WRONG = -32601, -32602
 
 
-async def answer(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, Any] | None:
+async def answer(endpoint: Endpoint, request: Mapping[str, Json]) -> dict[str, Json] | None:
     """Return the answer to a JSON-RPC request; None for a notification, which has none."""
     if "id" not in request:
         return None
@@ -27,14 +27,14 @@ async def answer(endpoint: Endpoint, request: Mapping[str, Any]) -> dict[str, An
     return {"jsonrpc": "2.0", "id": request["id"], "result": result}
 
 
-def _block(part: Mapping[str, Any]) -> Mapping[str, Any]:
+def _block(part: Mapping[str, Json]) -> Mapping[str, Json]:
     """Return a part of a content as the protocol has it."""
     if part["type"] != "image_url":
         return part
     return {"type": "image", "mimeType": "image/png", "data": part["image_url"]["url"].partition(",")[2]}
 
 
-async def _result(endpoint: Endpoint, method: str, params: Mapping[str, Any]) -> dict[str, Any]:
+async def _result(endpoint: Endpoint, method: str, params: Mapping[str, Json]) -> dict[str, Json]:
     match method:
         case "initialize":
             asked = params.get("protocolVersion")

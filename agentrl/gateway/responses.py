@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
@@ -17,7 +16,7 @@ from agentrl.gateway.chat_completions import (
     refuse,
     text_of,
     tool_call,
-    tool_schema,
+    tools_of,
 )
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
@@ -34,7 +33,7 @@ class Responses:
     def __init__(self, previous: Previous) -> None:
         self._previous = previous
 
-    def parse(self, body: Mapping[str, Any]) -> Call:
+    def parse(self, body: Mapping[str, Json]) -> Call:
         """Return the call. Raises GatewayError for what cannot be served."""
         refuse(body, {"background": None, "conversation": None, "prompt": None, "top_logprobs": None})
         form = mapping(mapping(body.get("text"), "text").get("format"), "text.format")
@@ -48,14 +47,14 @@ class Responses:
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"], "instructions")})
         return Call(
             messages=(*messages, *_input(body.get("input"))),
-            tools=_tools(body),
+            tools=tools_of(body, body.get("tool_choice"), _parts),
             max_tokens=count(body.get("max_output_tokens"), "max_output_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model", "")),
             asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
         )
 
-    def render(self, found: Completion, call: Call) -> dict[str, Any]:
+    def render(self, found: Completion, call: Call) -> dict[str, Json]:
         """Return the answer as an object."""
         return _ended(found, call, int(time.time()), _output(found))
 
@@ -63,12 +62,12 @@ class Responses:
         """Return what writes an answer as server-sent events."""
         return _ResponseWriter(call)
 
-    def error(self, error: GatewayError) -> dict[str, Any]:
+    def error(self, error: GatewayError) -> dict[str, Json]:
         """Return the body of an error."""
         return openai_error(error)
 
 
-def _input(given: Any) -> Iterator[Message]:
+def _input(given: Json) -> Iterator[Message]:
     if isinstance(given, str):
         yield {"role": "user", "content": given}
         return
@@ -104,20 +103,13 @@ def _input(given: Any) -> Iterator[Message]:
         yield waiting
 
 
-def _tools(body: Mapping[str, Any]) -> tuple[dict[str, Json], ...]:
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise GatewayError("tool_choice: only auto and none are served; the model chooses")
-    tools = []
-    for i, given in enumerate(array(body.get("tools") or (), "tools")):
-        tool = mapping(given, f"tools.{i}")
-        if tool.get("type") != "function":
-            raise GatewayError(f"tools.{i}: a tool of type {tool.get('type')!r} is not served; offer functions")
-        tools.append(tool_schema(tool.get("name"), tool.get("description"), tool.get("parameters"), i))
-    return () if choice == "none" else tuple(tools)
+def _parts(tool: Mapping[str, Json], where: str) -> tuple[Json, Json, Json]:
+    if tool.get("type") != "function":
+        raise GatewayError(f"{where}: a tool of type {tool.get('type')!r} is not served; offer functions")
+    return tool.get("name"), tool.get("description"), tool.get("parameters")
 
 
-def _response(completion_id: str, call: Call, created: int, **more: Any) -> dict[str, Any]:
+def _response(completion_id: str, call: Call, created: int, **more: Json) -> dict[str, Json]:
     return {
         "id": f"resp_{completion_id}",
         "object": "response",
@@ -139,7 +131,7 @@ def _response(completion_id: str, call: Call, created: int, **more: Any) -> dict
     }
 
 
-def _ended(found: Completion, call: Call, created: int, output: list[dict[str, Any]]) -> dict[str, Any]:
+def _ended(found: Completion, call: Call, created: int, output: list[dict[str, Json]]) -> dict[str, Json]:
     cut = found.finish is Finish.LENGTH
     usage = {
         "input_tokens": found.prompt_tokens,
@@ -153,7 +145,7 @@ def _ended(found: Completion, call: Call, created: int, output: list[dict[str, A
     return _response(found.id, call, created, **state, **details)
 
 
-def _output(found: Completion) -> list[dict[str, Any]]:
+def _output(found: Completion) -> list[dict[str, Json]]:
     message, items = found.message, []
     if message.get("reasoning_content"):
         items.append(_reasoning(f"rs_{found.id}", message["reasoning_content"]))
@@ -162,16 +154,16 @@ def _output(found: Completion) -> list[dict[str, Any]]:
     return [*items, *_calls(found)]
 
 
-def _reasoning(name: str, text: str) -> dict[str, Any]:
+def _reasoning(name: str, text: str) -> dict[str, Json]:
     return {"type": "reasoning", "id": name, "summary": [{"type": "summary_text", "text": text}]}
 
 
-def _message(name: str, text: str) -> dict[str, Any]:
+def _message(name: str, text: str) -> dict[str, Json]:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [part]}
 
 
-def _calls(found: Completion) -> Iterator[dict[str, Any]]:
+def _calls(found: Completion) -> Iterator[dict[str, Json]]:
     for i, call in enumerate(found.message.get("tool_calls", ())):
         function = call["function"]
         yield {
@@ -190,7 +182,7 @@ class _ResponseWriter(Writer):
     def __init__(self, call: Call) -> None:
         super().__init__(call)
         self._created, self._number = int(time.time()), 0
-        self._items: list[dict[str, Any]] = []  # those that are whole
+        self._items: list[dict[str, Json]] = []  # those that are whole
         self._open = ""  # the kind of the item that is open
         self._text: list[str] = []  # its text
 
@@ -220,7 +212,7 @@ class _ResponseWriter(Writer):
         whole = _ended(found, self.call, self._created, self._items)
         yield self._event(whole["status"], {"response": whole})
 
-    def _item(self, text: str) -> dict[str, Any]:
+    def _item(self, text: str) -> dict[str, Json]:
         """Return the item that is open, with `text`. Its id is that of an answer which is sent whole, where it is the
         first of its kind."""
         kind = "message" if self._open == "content" else "reasoning"
@@ -228,7 +220,7 @@ class _ResponseWriter(Writer):
         name = f"{self.completion_id}_{count}" if count else self.completion_id
         return _message(f"msg_{name}", text) if kind == "message" else _reasoning(f"rs_{name}", text)
 
-    def _place(self) -> dict[str, Any]:
+    def _place(self) -> dict[str, Json]:
         index = "content_index" if self._open == "content" else "summary_index"
         return {"output_index": len(self._items), "item_id": self._item("")["id"], index: 0}
 
@@ -254,7 +246,7 @@ class _ResponseWriter(Writer):
         yield self._done(item)
         self._open = ""
 
-    def _call(self, item: dict[str, Any]) -> Iterator[bytes]:
+    def _call(self, item: dict[str, Json]) -> Iterator[bytes]:
         index, arguments = len(self._items), item["arguments"]
         yield self._event("output_item.added", {"output_index": index, "item": {**item, "arguments": ""}})
         inside = {"output_index": index, "item_id": item["id"]}
@@ -262,17 +254,17 @@ class _ResponseWriter(Writer):
         yield self._event("function_call_arguments.done", {**inside, "name": item["name"], "arguments": arguments})
         yield self._done(item)
 
-    def _done(self, item: dict[str, Any]) -> bytes:
+    def _done(self, item: dict[str, Json]) -> bytes:
         self._items.append(item)
         return self._event("output_item.done", {"output_index": len(self._items) - 1, "item": item})
 
-    def _event(self, kind: str, data: Mapping[str, Any]) -> bytes:
+    def _event(self, kind: str, data: Mapping[str, Json]) -> bytes:
         name, number = f"response.{kind}", self._number
         self._number += 1
         return event({"type": name, "sequence_number": number, **data}, name)
 
 
-def _part(item: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def _part(item: Mapping[str, Json]) -> tuple[dict[str, Json], str]:
     """Return the only part of a message or a thought, and what its events are called."""
     if item["type"] == "message":
         return item["content"][0], "content_part"

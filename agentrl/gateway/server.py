@@ -24,6 +24,7 @@ from agentrl.gateway.history import History, json_object
 from agentrl.gateway.responses import Responses
 from agentrl.gateway.stream import Writer
 from agentrl.images import in_image_thread
+from agentrl.plugins.types import Json
 
 BODY_BYTES = 32 << 20
 """Largest request that is read."""
@@ -269,6 +270,6 @@ def _fault(error: Exception) -> GatewayError:
     return GatewayError(line, 500, "server_error")
 
 
-def _json(data: dict[str, Any], status: int = 200) -> web.Response:
+def _json(data: dict[str, Json], status: int = 200) -> web.Response:
     text = encode(data).encode("utf-8", "replace")
     return web.Response(body=text, status=status, content_type="application/json")

@@ -224,7 +224,7 @@ def _places(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray[np.
     return np.repeat(starts[batch.rollouts], batch.lengths) + batch.tokens["began"]
 
 
-def _spread(found: Any, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:
+def _spread(found: object, lengths: Tensor, config: AlgorithmSection) -> TokenAdvantages:
     if not isinstance(found, Tensor) or found.shape != lengths.shape:
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise UserError(f"{_named(config)} gave {got}, not a tensor [{len(lengths)}] or TokenAdvantages")

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
 from statistics import fmean, median, variance
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from agentrl.plugins.types import Json
 from agentrl.recipe.schema import COMPARING, Recipe
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Json]
 """A row of `metrics.jsonl`."""
 
 RANGES: Mapping[str, tuple[float | None, float | None]] = {

@@ -15,6 +15,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration: steep at 0, between 0.7 and 1.2 near 1."""
 ITERATIONS = 5
 """Newton-Schulz iterations of an update."""
+MOMENTUM = 0.95
+"""Of Muon: what a step keeps of the gradients before."""
 OFFLOADED = ("exp_avg", "exp_avg_sq")
 """AdamW's moments by torch's names, each as large as its parameter."""
 MOMENTS = (*OFFLOADED, "step")
@@ -22,13 +24,7 @@ MOMENTS = (*OFFLOADED, "step")
 
 
 def learning_rate(
-    step: int,
-    total: int,
-    peak: float,
-    schedule: str = "constant",
-    warmup: int = 0,
-    floor: float = 0.0,
-    cycles: int = 1,
+    step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0, cycles: int = 1
 ) -> float:
     """Return the learning rate of `step` (0 .. total - 1): linear warm-up over `warmup` steps to `peak`, then the
     schedule, which falls to `floor` x peak, `cycles` times.
@@ -217,9 +213,9 @@ class Muon:
     since bfloat16 is slow on many CPUs. parameters: float32, 2-D; each has one momentum buffer.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], momentum: float = 0.95, weight_decay: float = 0.05) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], weight_decay: float) -> None:
         self.parameters = list(parameters)
-        self.momentum, self.weight_decay = momentum, weight_decay
+        self.weight_decay = weight_decay
         self.buffers = [torch.zeros_like(p) for p in self.parameters]
 
     @torch.no_grad()
@@ -228,8 +224,8 @@ class Muon:
         for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
             if parameter.grad is None:
                 continue
-            buffer.lerp_(parameter.grad, 1 - self.momentum)
-            update = orthogonal(parameter.grad.lerp(buffer, self.momentum))
+            buffer.lerp_(parameter.grad, 1 - MOMENTUM)
+            update = orthogonal(parameter.grad.lerp(buffer, MOMENTUM))
             scale = max(1.0, parameter.shape[0] / parameter.shape[1]) ** 0.5
             parameter.mul_(1 - rate * self.weight_decay).add_(update, alpha=-rate * scale)
 

@@ -172,8 +172,8 @@ def forward_lines(description: str) -> list[str]:
 class LocalRoles:
     """The role host of this process. The actor trains `model` in place."""
 
-    def __init__(self, recipe: Recipe, model: Any, tokenizer: Any = None) -> None:
-        self.model, self._tokenizer, self._recipe = model, tokenizer, recipe
+    def __init__(self, recipe: Recipe, model: Any) -> None:
+        self.model, self._recipe = model, recipe
         self.in_process, self.device = True, next(model.parameters()).device
         self.pools: dict[str, str] = {}
         self.actor = Actor(model, recipe)
@@ -219,8 +219,8 @@ class LocalRoles:
         """Return None: an engine in this process shares the policy's weights."""
 
     def save(self, folder: Path) -> Pending:
-        """Start to write the trained roles and the tokenizer into `folder` (see `save_roles`)."""
-        return save_roles(self.roles, folder, tokenizer=self._tokenizer)
+        """Start to write the trained roles into `folder` (see `save_roles`)."""
+        return save_roles(self.roles, folder)
 
     def load(self, folder: Path) -> None:
         """Load the trained roles from what `save` wrote. Raises UserError."""

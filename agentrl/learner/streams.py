@@ -3,7 +3,6 @@ tokens count, as all tokens of the update or of the step decide it together: tho
 of high entropy, and what a loss chooses."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +129,7 @@ def of_high_entropy(batch: Batch, share: float) -> Floats:
 
 
 def chosen(
-    batch: Batch, logprobs: Floats, choose: Callable[..., Any], rng: np.random.Generator, config: AlgorithmSection
+    batch: Batch, logprobs: Floats, choose: Callable[..., object], rng: np.random.Generator, config: AlgorithmSection
 ) -> Floats:
     """Return what a loss's `choose` gives the sampled tokens of an update, float32 [T], 0 elsewhere.
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from agentrl.compute.batch import Array, Batch
 from agentrl.engine.servers.client import Client, RefusedError, ServerError, Sessions
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl.recipe.schema import TeacherSection
 
 Floats = npt.NDArray[np.float32]
@@ -159,9 +160,9 @@ class TeacherServer:
             await asyncio.sleep(PAUSE * 2**attempt)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _question(self, ids: Sequence[int], first: int, k: int, texts: bool) -> tuple[str, dict[str, Any]]:
+    def _question(self, ids: Sequence[int], first: int, k: int, texts: bool) -> tuple[str, dict[str, Json]]:
         if self._kind == "sglang":
-            body: dict[str, Any] = {
+            body: dict[str, Json] = {
                 "input_ids": list(ids), "return_logprob": True, "logprob_start_len": first, "top_logprobs_num": k,
                 "sampling_params": {"max_new_tokens": 1, "temperature": 0}, "return_text_in_logprobs": texts,
             }  # fmt: skip

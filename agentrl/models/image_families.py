@@ -26,7 +26,7 @@ class Family(Protocol):
     axes: int
     """Positions of a token: 3 (time, height, width), or 1, where tokens of images are counted like those of text."""
 
-    def patches(self, made: Mapping[str, Any]) -> tuple[Pixels, Grid]:
+    def patches(self, made: Mapping[str, object]) -> tuple[Pixels, Grid]:
         """Return the patches [n, D] of one image, and its grid. made: what the image processor returned for it."""
         ...
 
@@ -209,7 +209,7 @@ def family_of(config: Mapping[str, Any], name: str) -> Family | None:
     )
 
 
-def _sees(config: Mapping[str, Any]) -> bool:
+def _sees(config: Mapping[str, object]) -> bool:
     """Return whether transformers has a configuration's type among those that see, or it has a vision part, or a token
     for images, by the names that they have."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING

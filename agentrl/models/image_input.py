@@ -50,7 +50,7 @@ class ImageInput:
         patches, grid = self.family.patches(made)
         return patches.astype(np.uint8), grid
 
-    def _processed(self, image: Any) -> tuple[Pixels, Grid]:
+    def _processed(self, image: object) -> tuple[Pixels, Grid]:
         return self.family.patches(_understood(lambda: self.processor(images=[image], return_tensors="np")))
 
     def grid(self, key: str) -> Grid:

@@ -270,7 +270,7 @@ def _causal_config(path: str, section: ModelSection) -> Any:
     return config
 
 
-def check_family(path: str, section: ModelSection, **options: Any) -> None:
+def check_family(path: str, section: ModelSection, **options: object) -> None:
     """Raise UserError for a model that sees in a way that is not known, before a type that transformers may not know
     either is looked up. path: as `resolve` returns it. options: of `from_pretrained`."""
     from transformers import PretrainedConfig

@@ -90,7 +90,7 @@ def target_names(
     return left if ALL in targets else sorted(left)
 
 
-def is_adapted(module: Any) -> bool:
+def is_adapted(module: object) -> bool:
     """Return whether this layer has an adapter."""
     return hasattr(module, "base_layer") and ADAPTER in getattr(module, "lora_A", ())
 

@@ -15,10 +15,7 @@ HALF_SHARE = 0.25
 
 
 def disproof(
-    fast: Callable[[], Tensor],
-    slow: Callable[[], Tensor],
-    tolerance: float,
-    scaled: bool = False,
+    fast: Callable[[], Tensor], slow: Callable[[], Tensor], tolerance: float, scaled: bool = False
 ) -> str | None:
     """Return why `fast` may not replace `slow`, in a line, or None where both agree.
 

@@ -140,11 +140,11 @@ class _Chooser(TorchFunctionMode):
         self._routing, self._layer = routing, layer
         self._mode: Any = self
 
-    def enter(self, router: nn.Module, arguments: Any) -> None:
+    def enter(self, router: nn.Module, arguments: object) -> None:
         """Begin with the router's forward."""
         self._mode.__enter__()
 
-    def leave(self, router: nn.Module, arguments: Any, output: Any) -> None:
+    def leave(self, router: nn.Module, arguments: object, output: object) -> None:
         """End with it, also where it raises."""
         self._mode.__exit__(None, None, None)
 

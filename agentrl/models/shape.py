@@ -61,7 +61,7 @@ class Shape:
             model = class_for(config).from_config(config, trust_remote_code=trust_remote_code)
             parameters = _count(model)
             tower = _tower(model, config)
-            blocks = [_count(block) for block in _blocks(model, outside=tower[0])]
+            blocks = [_count(block) for block in longest_list(model, outside=tower[0])]
             if lora is not None:
                 add_adapter(model, lora.model_copy(update={"start": None}), "")
         text = config.get_text_config()
@@ -134,7 +134,7 @@ def _tower(model: Any, config: Any) -> tuple[Any, Tower | None]:
     tower = next((m for name, m in modules.items() if name.rpartition(".")[2] in ("visual", "vision_tower")), None)
     if vision is None or tower is None:
         return None, None
-    blocks, hidden = _blocks(tower), int(vision.hidden_size)
+    blocks, hidden = longest_list(tower), int(vision.hidden_size)
     wide = getattr(vision, "intermediate_size", None) or 4 * hidden
     merge = getattr(vision, "spatial_merge_size", None) or getattr(vision, "pooling_kernel_size", None) or 1
     frames, colors = getattr(vision, "temporal_patch_size", 1), getattr(vision, "in_channels", 3)
@@ -142,7 +142,7 @@ def _tower(model: Any, config: Any) -> tuple[Any, Tower | None]:
     return tower, Tower(_count(tower), len(blocks), hidden, int(wide), int(merge) ** 2, int(pixels))
 
 
-def _blocks(model: Any, outside: Any = None) -> list[Any]:
+def longest_list(model: Any, outside: Any = None) -> list[Any]:
     """Return the longest list of modules that is in no other list. outside: a module whose lists do not count."""
     from torch.nn import ModuleList
 

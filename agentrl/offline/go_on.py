@@ -125,7 +125,7 @@ async def _go_on(
                 return found
 
         each = await asyncio.gather(*(one(number) for number in range(n)))
-        group = await driver.scorer.score_group(_group(task, [t for t, _ in each]))
+        group = await driver.scorer.score_group(Group.of(task, [t for t, _ in each]))
         scored = {t.sample: t for t in (*group.trajectories, *group.failed)}
         samples = tuple(scored[number] for number in range(n))
         stopped = tuple(why for _, why in each)
@@ -141,10 +141,6 @@ async def _go_on(
     finally:
         for line in await player.close():
             progress.say(line)
-
-
-def _group(task: Task, samples: Sequence[Trajectory]) -> Group:
-    return Group(task, tuple(t for t in samples if t.valid), tuple(t for t in samples if not t.valid))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ The driver is that of training, and so are its deadlines and boundaries; in the 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -14,22 +15,21 @@ from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.engine.base import engine_class
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError, call_plugin, nearest
 from agentrl.models.load import load_tokenizer, resolve_types
-from agentrl.offline.tasks import live_tasks
 from agentrl.offline.turns import Script, StoredTurns, as_typed, spoken_by
 from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import make_environment
+from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.rewards import MODEL, make_rewards
 from agentrl.plugins.toolbox import Toolbox
-from agentrl.plugins.types import Message, Task
+from agentrl.plugins.types import Json, Message, Task
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.player import Player, check_tools_of_agent, gateway_of, prepare_torch
 from agentrl.rollout.stored import StoredSample, chosen_files, read_samples
-from agentrl.rollout.trajectory_file import Stored, read_rows, row
+from agentrl.rollout.trajectory_file import Stored, as_json, read_rows, row
 from agentrl.testing.agent import END, TextChat, without_token_limits
 from agentrl.trajectory import Trajectory
 
@@ -147,6 +147,46 @@ def live_task(env: Environment, sample: StoredSample) -> Task:
     return found[name]
 
 
+def live_tasks(env: Environment, split: str, stored: Mapping[str, str]) -> dict[str, Task]:
+    """Return by their ids those of the stored tasks of a split that the environment still has, with the same data, and
+    with what a file does not hold, such as images.
+
+    stored: by a task's id its column `task_data`. Raises UserError where the tasks cannot be read.
+    """
+    tasks: Sequence[Task] = tasks_of(env, split) if split in ("train", *env.splits) else ()
+    found = call_plugin(f"environment {env.name!r}: tasks({split!r})", _find, tasks, stored)
+    return {name: task for name, task in found.items() if _same(task, stored[name])}
+
+
+def _same(task: Task, data: str) -> bool:
+    try:
+        return bool(json.loads(as_json(task.data)) == json.loads(data))
+    except (ValueError, RecursionError):  # of a damaged file
+        return False
+
+
+def _find(tasks: Sequence[Task], stored: Mapping[str, str]) -> dict[str, Task]:
+    found = {name: task for name in stored if (task := _by_number(tasks, name)) is not None}
+    wanted = set(stored) - set(found)
+    for index in range(len(tasks)):
+        if not wanted:
+            break
+        task = tasks[index]
+        if task.id in wanted:
+            wanted.remove(task.id)
+            found[task.id] = task
+    return found
+
+
+def _by_number(tasks: Sequence[Task], name: str) -> Task | None:
+    """Return the task whose id ends in its place, as most do: making all of them may take long."""
+    digits = re.search(r"\d{1,12}$", name)
+    if digits is None or int(digits[0]) >= len(tasks):
+        return None
+    task = tasks[int(digits[0])]
+    return task if task.id == name else None
+
+
 async def scripted_player(recipe: Recipe, env: Environment, engine: StoredTurns) -> Player:
     """Return a player without a model, whose engine says what is seated. Raises UserError."""
     async with AsyncExitStack() as stack:
@@ -168,7 +208,7 @@ async def scripted_player(recipe: Recipe, env: Environment, engine: StoredTurns)
     return player
 
 
-def _tokenizer_and_chat(recipe: Recipe, schemas: Sequence[dict[str, Any]]) -> tuple[Any, Chat]:
+def _tokenizer_and_chat(recipe: Recipe, schemas: Sequence[dict[str, Json]]) -> tuple[Any, Chat]:
     """Return those of the recipe's model; for an engine that takes messages, a chat of plain text."""
     if engine_class(recipe.engine.name).brings_chat:
         return None, TextChat()
@@ -207,7 +247,7 @@ def _steps(sample: StoredSample, live: Trajectory, secrets: Sequence[str]) -> tu
     return tuple(Step(one, other) for one, other in zip(stored, lived, strict=True))
 
 
-def _said(facts: Mapping[str, Any]) -> list[Message]:
+def _said(facts: Mapping[str, Json]) -> list[Message]:
     """Return the messages of a row; of a tree, those of all of its conversations."""
     branches = json.loads(facts["branches"] or "[]")
     found: list[Message] = [m for branch in branches for m in branch] if branches else json.loads(facts["messages"])

@@ -19,8 +19,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.eval.held_out import solved_by
 from agentrl.eval.progress import Progress
 from agentrl.models.load import load_tokenizer, resolve_types
-from agentrl.offline.replay import play_again, scripted_player
-from agentrl.offline.tasks import live_tasks
+from agentrl.offline.replay import live_tasks, play_again, scripted_player
 from agentrl.offline.turns import StoredTurns
 from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.mixture import environment_of
@@ -334,8 +333,7 @@ class _Work:
                 samples.append(kept.get(t.request_id, t))
             else:
                 samples.append(_earned(t, found.live, self.recipe.rewards.weights))
-        ended = sorted(samples, key=lambda t: t.sample)
-        return Group(group.task, tuple(t for t in ended if t.valid), tuple(t for t in ended if not t.valid))
+        return Group.of(group.task, sorted(samples, key=lambda t: t.sample))
 
     def _bare(self, group: Group) -> Group:
         """Return the group with the parts that are kept."""

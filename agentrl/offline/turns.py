@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.images import keyed
+from agentrl.plugins.types import Json
 from agentrl.rollout.request import derive
 from agentrl.testing.agent import NO_LIMIT, call, plain_text
 from agentrl.trajectory import Trajectory
@@ -64,7 +64,7 @@ def as_typed(t: Trajectory, end: int) -> list[Spoken]:
     return found
 
 
-def _typed(message: dict[str, Any]) -> str:
+def _typed(message: dict[str, Json]) -> str:
     lines = [plain_text(message["content"])] if isinstance(message.get("content"), str) and message["content"] else []
     for one in message.get("tool_calls") or ():
         name, arguments = one["function"]["name"], one["function"]["arguments"]

@@ -121,7 +121,7 @@ class FunctionAgent(Agent):
     """Of the function, for messages."""
     function: Callable[..., Any]
     """`solve(task, client, **arguments)`."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Json] = field(default_factory=dict)
     """Keyword arguments of every call: `agent.args`."""
     abandoned: Abandoned = field(default_factory=lambda: Abandoned("agent", _REMEDY))
     """Calls in threads that go on after their rollouts."""
@@ -301,7 +301,7 @@ def make_agent(section: AgentSection) -> Agent:
     return agent_of(load("agents", section.name), section.args, section.name)
 
 
-def agent_of(made: Any, args: Mapping[str, Any], name: str) -> Agent:
+def agent_of(made: object, args: Mapping[str, Json], name: str) -> Agent:
     """Return what `name` stands for as an agent: a class of `Agent`, made with `args`, an object of one, or a function
     `solve(task, client, **args)`. Raises UserError."""
     if isinstance(made, type) and issubclass(made, Agent):
@@ -314,7 +314,7 @@ def agent_of(made: Any, args: Mapping[str, Any], name: str) -> Agent:
     return FunctionAgent(name.rpartition(":")[2], made, dict(args))
 
 
-def _check_signature(function: Callable[..., Any], args: Mapping[str, Any], name: str) -> None:
+def _check_signature(function: Callable[..., object], args: Mapping[str, Json], name: str) -> None:
     try:
         inspect.signature(function).bind(None, None, **args)
     except TypeError as error:

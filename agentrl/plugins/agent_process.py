@@ -359,7 +359,7 @@ class _Server:
             self.calls.pop(call, None)
 
 
-def _pickled(found: Any) -> bytes:
+def _pickled(found: object) -> bytes:
     try:
         value = pickle.dumps(found)
     except Exception as error:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
-from typing import Any, overload
+from typing import overload
 
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task
@@ -43,7 +43,7 @@ class Environment(ABC):
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
         """Return the opening messages, once a request, before the first token."""
 
-    def images(self, task: Task) -> Sequence[Any]:
+    def images(self, task: Task) -> Sequence[object]:
         """Return the images of a task's opening that may turn out to be broken, as those of data: they are decoded
         before the task is played, and another is drawn where one cannot be shown. By default none."""
         return ()

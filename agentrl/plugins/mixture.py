@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks, declared_parts
@@ -74,7 +73,7 @@ class Mixture(Environment):
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
         return await self._of(session.task).create(session, **create_kwargs)
 
-    def images(self, task: Task) -> Sequence[Any]:
+    def images(self, task: Task) -> Sequence[object]:
         return self._of(task).images(task)
 
     async def execute(self, session: Session, message: Message) -> Reply:

@@ -4,8 +4,7 @@ Keys in its order; what may be null as `nullable`; choices as `enum` with a type
 to, since few templates show definitions; nothing that says no more than its absence.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
@@ -22,7 +21,7 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(
 _SUBSCHEMAS = 5_000  # more fills any prompt; a few references to references can mean billions
 
 
-def prompt_schema(parameters: Mapping[str, Json]) -> dict[str, Any]:
+def prompt_schema(parameters: Mapping[str, Json]) -> dict[str, Json]:
     """Return the schema of a tool's arguments, rewritten; the given one is left as it is.
 
     Raises UserError for a schema that refers to itself or to nothing, and for one that is too large when written out.
@@ -34,9 +33,9 @@ def prompt_schema(parameters: Mapping[str, Json]) -> dict[str, Any]:
     return _ordered({"type": "object", "properties": {}, **written})
 
 
-def target(pointer: str, root: Mapping[str, Json]) -> Mapping[str, Any]:
+def target(pointer: str, root: Mapping[str, Json]) -> Mapping[str, Json]:
     """Return what a JSON pointer such as `#/$defs/Place` points to. Raises UserError."""
-    found: Any = root
+    found: Json = root
     for part in filter(None, pointer.removeprefix("#").split("/")):
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
@@ -52,7 +51,7 @@ class _Writer:
     def __init__(self, root: Mapping[str, Json]) -> None:
         self._root, self._left = root, _SUBSCHEMAS
 
-    def write(self, schema: Any, above: tuple[str, ...], name: str | None) -> Any:
+    def write(self, schema: object, above: tuple[str, ...], name: str | None) -> Json:
         """Rewrite a schema. above: the references that this stands in. name: of the property that it describes."""
         if not isinstance(schema, Mapping):  # true, false, or what only its author understands
             return schema
@@ -64,7 +63,9 @@ class _Writer:
         made = {key: self._value(key, value, above) for key, value in schema.items() if key not in _LEFT_OUT}
         return _ordered(_brief(_joined(made), name))
 
-    def _inlined(self, schema: Mapping[str, Json], above: tuple[str, ...]) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    def _inlined(
+        self, schema: Mapping[str, Json], above: tuple[str, ...]
+    ) -> tuple[Mapping[str, Json], tuple[str, ...]]:
         """Resolve a reference, and a choice where there is none; what stands beside them comes first."""
         while True:
             rest = dict(schema)
@@ -84,7 +85,7 @@ class _Writer:
             else:
                 return schema, above
 
-    def _value(self, key: str, value: Any, above: tuple[str, ...]) -> Any:
+    def _value(self, key: str, value: object, above: tuple[str, ...]) -> Json:
         if key in _NAMED and isinstance(value, Mapping):
             return {name: self.write(one, above, str(name)) for name, one in value.items()}
         if key in _MANY and isinstance(value, list):
@@ -92,14 +93,14 @@ class _Writer:
         return self.write(value, above, None) if key in _ONE else value
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Json]:
     below, above = base.get("properties"), over.get("properties")
     if isinstance(below, Mapping) and isinstance(above, Mapping):
         over = {**over, "properties": {**below, **above}}
     return {**base, **over}
 
 
-def _only_choice(schema: Mapping[str, Json]) -> tuple[str, Mapping[str, Any], bool] | None:
+def _only_choice(schema: Mapping[str, Json]) -> tuple[str, Mapping[str, Json], bool] | None:
     """Return the keyword, its only option besides null, and whether there is a null."""
     for key in ("allOf", "anyOf", "oneOf"):
         options = schema.get(key)
@@ -110,11 +111,11 @@ def _only_choice(schema: Mapping[str, Json]) -> tuple[str, Mapping[str, Any], bo
     return None
 
 
-def _is_null(schema: Any) -> bool:
+def _is_null(schema: object) -> bool:
     return isinstance(schema, Mapping) and (schema.get("type") == "null" or schema.get("const", "") is None)
 
 
-def _without_null_type(schema: Mapping[str, Json]) -> Mapping[str, Any]:
+def _without_null_type(schema: Mapping[str, Json]) -> Mapping[str, Json]:
     kinds = schema.get("type")
     if not isinstance(kinds, list) or "null" not in kinds or len(kinds) < 2:
         return schema
@@ -122,7 +123,7 @@ def _without_null_type(schema: Mapping[str, Json]) -> Mapping[str, Any]:
     return {**schema, "type": rest[0] if len(rest) == 1 else rest, "nullable": True}
 
 
-def _with_enum(schema: Mapping[str, Json]) -> Mapping[str, Any]:
+def _with_enum(schema: Mapping[str, Json]) -> Mapping[str, Json]:
     """Return a constant as the only choice; choices with their types."""
     if "const" in schema and "enum" not in schema:
         schema = {("enum" if key == "const" else key): [v] if key == "const" else v for key, v in schema.items()}
@@ -133,7 +134,7 @@ def _with_enum(schema: Mapping[str, Json]) -> Mapping[str, Any]:
     return {**schema, "type": kinds[0] if len(kinds) == 1 else kinds} if kinds else schema
 
 
-def _joined(schema: dict[str, Json]) -> dict[str, Any]:
+def _joined(schema: dict[str, Json]) -> dict[str, Json]:
     """Return a choice of bare types as a list of them; null among other choices as `nullable`."""
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
@@ -152,7 +153,7 @@ def _joined(schema: dict[str, Json]) -> dict[str, Any]:
     return schema
 
 
-def _brief(schema: dict[str, Json], name: str | None) -> dict[str, Any]:
+def _brief(schema: dict[str, Json], name: str | None) -> dict[str, Json]:
     """Drop what says nothing: what is open by default, a title that repeats the name, a null that may be null."""
     for key in ("items", "additionalProperties"):
         if key in schema and schema[key] in (True, {}):
@@ -171,6 +172,6 @@ def _letters(text: object) -> str:
     return "".join(filter(str.isalnum, text.casefold())) if isinstance(text, str) else "\n"
 
 
-def _ordered(schema: Mapping[str, Json], order: Sequence[str] = _ORDER) -> dict[str, Any]:
-    keys = [*(key for key in order if key in schema), *(key for key in schema if key not in order)]
+def _ordered(schema: Mapping[str, Json]) -> dict[str, Json]:
+    keys = [*(key for key in _ORDER if key in schema), *(key for key in schema if key not in _ORDER)]
     return {key: schema[key] for key in keys}

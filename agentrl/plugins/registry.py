@@ -124,8 +124,7 @@ def make_tool(section: ToolSection) -> Tool | ToolSource:
         return made
     if not isinstance(made, Tool):
         raise UserError(f"tool {section.name!r} is {_type_of(made)}; expected a Tool class or a @tool function")
-    if not isinstance(getattr(made, "name", None), str) or not made.name:
-        raise UserError(f"tool {section.name!r}: its class sets no `name`")
+    check_named(made, f"tool {section.name!r}")
     return made
 
 
@@ -185,9 +184,15 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
     environment = construct(made, {"source": section.source, **section.args}, f"{where}args")
     if not isinstance(environment, Environment):
         raise UserError(f"environment {section.name!r} is {_type_of(environment)}; expected an Environment class")
-    if not isinstance(getattr(environment, "name", None), str) or not environment.name:
-        raise UserError(f"environment {section.name!r}: its class sets no `name`")
+    check_named(environment, f"environment {section.name!r}")
     return environment
+
+
+def check_named(made: object, what: str) -> None:
+    """Raise UserError where the class of a plugin sets no name."""
+    name = getattr(made, "name", None)
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{what}: its class sets no `name`")
 
 
 def tasks_of(env: Environment, split: str) -> Sequence[Task]:
@@ -203,12 +208,12 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
         ) from error
 
 
-def _makes(made: Any, wanted: type | tuple[type, ...]) -> bool:
+def _makes(made: object, wanted: type | tuple[type, ...]) -> bool:
     """Return whether it is a class of that kind, or a function that may return one."""
     return issubclass(made, wanted) if isinstance(made, type) else inspect.isroutine(made)
 
 
-def construct(maker: Callable[..., Any], args: Mapping[str, Json], where: str) -> Any:
+def construct(maker: Callable[..., object], args: Mapping[str, Json], where: str) -> Any:
     """Call a class with arguments that its signature allows, of the types that it annotates.
 
     One that takes a pydantic model or a dataclass, beside `source` at most, gets its arguments as such an object.
@@ -222,7 +227,7 @@ def construct(maker: Callable[..., Any], args: Mapping[str, Json], where: str) -
         raise UserError(f"{where}: {name} refuses its arguments: {describe(error, place=False)}") from error
 
 
-def _checked(maker: Callable[..., Any], args: Mapping[str, Json], where: str, whole: bool = True) -> dict[str, Any]:
+def _checked(maker: Callable[..., object], args: Mapping[str, Json], where: str, whole: bool = True) -> dict[str, Any]:
     """Return the arguments, as `construct` gives them. whole: none that has to be there may be absent."""
     name = getattr(maker, "__name__", str(maker))
     if (found := _config_of(maker)) is not None and found[0] not in args:
@@ -270,7 +275,7 @@ def _hints(maker: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _annotated(maker: Callable[..., Any]) -> Callable[..., Any]:
+def _annotated(maker: Callable[..., object]) -> Callable[..., Any]:
     """Return what annotates the arguments: the `__init__` of a class, be it inherited, unless that names none, as that
     of a pydantic model."""
     init = getattr(maker, "__init__", None) if isinstance(maker, type) else None
@@ -282,7 +287,7 @@ def _annotated(maker: Callable[..., Any]) -> Callable[..., Any]:
     return init if len(named) > 1 else maker
 
 
-def _config_of(maker: Callable[..., Any]) -> tuple[str, type[Any]] | None:
+def _config_of(maker: Callable[..., object]) -> tuple[str, type[Any]] | None:
     """Return the name and the type of the one argument that holds all others: a pydantic model or a dataclass."""
     hints = {key: kind for key, kind in _hints(maker).items() if key not in ("source", "return")}
     if len(hints) != 1:
@@ -326,7 +331,7 @@ def _mistake(error: ErrorDetails, *names: str) -> str:
     return f"{text}, got {_shown((*names, *error['loc']), error['input'])}"
 
 
-def _typed(maker: Callable[..., Any], key: str, value: Any, where: str) -> Any:
+def _typed(maker: Callable[..., object], key: str, value: object, where: str) -> Any:
     """Return `value` as the annotation of argument `key` wants it, as it is where there is no annotation to check."""
     try:
         adapter = TypeAdapter(_hints(maker)[key], config=ConfigDict(arbitrary_types_allowed=True))
@@ -366,5 +371,5 @@ def _public(value: Any) -> list[str]:
     return [n for n in vars(value) if not n.startswith("_")] if hasattr(value, "__dict__") else []
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: object) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"

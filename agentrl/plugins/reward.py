@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import UserError
-from agentrl.plugins.registry import construct, load
+from agentrl.plugins.registry import check_named, construct, load
 from agentrl.plugins.types import Json, Message, Task, answer_of
 from agentrl.recipe.schema import RewardSection
 from agentrl.threads import Abandoned, DaemonThreads
@@ -93,8 +93,7 @@ def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
         raise UserError(f"reward {section.name!r} is not a Reward or GroupReward class, nor a function")
     if not isinstance(made, Reward | GroupReward):
         raise UserError(f"reward {section.name!r} made something that is not a Reward")
-    if not isinstance(getattr(made, "name", None), str) or not made.name:
-        raise UserError(f"reward {section.name!r}: its class sets no `name`")
+    check_named(made, f"reward {section.name!r}")
     return made
 
 
@@ -104,7 +103,7 @@ def _of_function(function: Callable[..., Any], section: RewardSection, where: st
     if not parameters:
         raise UserError(f"reward {section.name!r} takes no argument; expected `sample`, or `samples` for a whole group")
 
-    def bind(**args: Any) -> dict[str, Any]:
+    def bind(**args: object) -> dict[str, Any]:
         return args
 
     bind.__name__ = function.__name__
@@ -116,7 +115,7 @@ def _of_function(function: Callable[..., Any], section: RewardSection, where: st
     return made(function, args)
 
 
-def _without_first(function: Callable[..., Any]) -> inspect.Signature:
+def _without_first(function: Callable[..., object]) -> inspect.Signature:
     signature = inspect.signature(function)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 

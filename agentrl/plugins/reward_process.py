@@ -27,7 +27,7 @@ class Processes:
         self._live: set[_Process] = set()
         self._closed = False
 
-    async def ask(self, given: Any) -> Any:
+    async def ask(self, given: object) -> Any:
         """Return what the reward says of a sample, or of the samples of a group. A cancellation kills the process.
 
         Raises InfrastructureError, one line: what the reward raised, or why it could not be asked.
@@ -95,7 +95,7 @@ class _InProcesses:
     def __init__(self, made: Reward | GroupReward, section: RewardSection, where: str) -> None:
         self.name, self._made, self._processes = made.name, made, Processes(made.name, section, where)
 
-    async def score(self, given: Any) -> Any:
+    async def score(self, given: object) -> Any:
         return await self._processes.ask(given)
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ def in_processes(made: Reward | GroupReward, section: RewardSection, where: str)
 class _Request:
     """given: what is to be scored. It knows its process as long as that works on it."""
 
-    def __init__(self, given: Any) -> None:
+    def __init__(self, given: object) -> None:
         self.given = given
         self._lock = threading.Lock()
         self._process: _Process | None = None

@@ -21,16 +21,16 @@ from agentrl.plugins import patterns
 from agentrl.plugins.prompt_schema import target
 from agentrl.plugins.types import ArgumentError, Json
 
-Check = Callable[[Any, str], Any]
+Check = Callable[[Json, str], Json]
 """Takes a value and its path (for the message); returns it as the tool wants it, or raises ArgumentError."""
 
 _INTEGER = re.compile(r"[-+]?[0-9]{1,4000}")
 _READING_SECONDS = 1.0  # of CPU time, for the largest schemas
 
-_compiled: dict[int, tuple[Mapping[str, Any], Check]] = {}
+_compiled: dict[int, tuple[Mapping[str, Json], Check]] = {}
 
 
-def check_arguments(parameters: Mapping[str, Json], arguments: Mapping[str, Json]) -> dict[str, Any]:
+def check_arguments(parameters: Mapping[str, Json], arguments: Mapping[str, Json]) -> dict[str, Json]:
     """Return `arguments` with what is plainly meant converted and defaults filled in.
 
     Raises ArgumentError: one short line for the model; UserError for a schema that is none, or too large. The schema is
@@ -43,7 +43,7 @@ def check_arguments(parameters: Mapping[str, Json], arguments: Mapping[str, Json
         entry = _compiled[id(parameters)] = (parameters, _read(parameters))
     patterns.begin()
     try:
-        result: dict[str, Any] = entry[1](arguments, "")
+        result: dict[str, Json] = entry[1](arguments, "")
     except patterns.TooHardError:
         raise ArgumentError("the arguments take too long to check: write shorter or simpler ones") from None
     finally:
@@ -62,7 +62,7 @@ def _read(parameters: Mapping[str, Json]) -> Check:
         patterns.end()
 
 
-def _unreadable(value: Any, path: str) -> Any:
+def _unreadable(value: object, path: str) -> Json:
     raise UserError("a tool's parameters: the JSON schema has too many alternatives within alternatives to be read")
 
 
@@ -75,7 +75,7 @@ def outline(parameters: Mapping[str, Json]) -> str:
     return text if len(text) <= 200 else "{" + ", ".join(properties) + "}"
 
 
-def _kind(schema: Any, root: Mapping[str, Json], inside: frozenset[str] = frozenset()) -> str:
+def _kind(schema: object, root: Mapping[str, Json], inside: frozenset[str] = frozenset()) -> str:
     if isinstance(schema, Mapping) and "$ref" in schema:
         if schema["$ref"] in inside or len(inside) == 2:  # each further one could multiply what there is to say
             return "any"
@@ -95,7 +95,7 @@ def _kind(schema: Any, root: Mapping[str, Json], inside: frozenset[str] = frozen
     return "|".join(kind) if isinstance(kind, list) else str(kind)
 
 
-def _not_null(schema: Mapping[str, Json]) -> dict[str, Any]:
+def _not_null(schema: Mapping[str, Json]) -> dict[str, Json]:
     return {key: value for key, value in schema.items() if key != "nullable"}
 
 
@@ -107,7 +107,7 @@ def _arguments(parameters: Mapping[str, Json]) -> Check:
     return _object(top, parameters, True, f"; it takes {outline(parameters)}")
 
 
-def _compile(schema: Any, root: Mapping[str, Json], lenient: bool) -> Check:
+def _compile(schema: object, root: Mapping[str, Json], lenient: bool) -> Check:
     patterns.left()
     if schema is True or schema == {}:
         return lambda value, path: value
@@ -130,7 +130,7 @@ def _compile(schema: Any, root: Mapping[str, Json], lenient: bool) -> Check:
     if len(checks) == 1:
         return checks[0]
 
-    def every(value: Any, path: str) -> Any:
+    def every(value: object, path: str) -> Json:
         for check in checks:
             value = check(value, path)
         return value
@@ -142,7 +142,7 @@ def _reference(pointer: str, root: Mapping[str, Json], lenient: bool) -> Check:
     schema = target(pointer, root)
     found: list[Check] = []  # compiled when first used, so a schema may refer to itself
 
-    def check(value: Any, path: str) -> Any:
+    def check(value: object, path: str) -> Json:
         patterns.left()
         if not found:
             found.append(_compile(schema, root, lenient))
@@ -173,7 +173,7 @@ def _object(schema: Mapping[str, Json], root: Mapping[str, Json], lenient: bool,
     extra = schema.get("additionalProperties", True)
     rest = None if extra is False else _compile(extra, root, lenient)
 
-    def check(value: Any, path: str) -> Any:
+    def check(value: object, path: str) -> Json:
         value = _from_text(value, dict) if lenient else value
         if not isinstance(value, Mapping):
             raise ArgumentError(should(path, "be an object", value) + takes)
@@ -205,7 +205,7 @@ def _allows_null(rule: Check) -> bool:
 def _array(schema: Mapping[str, Json], root: Mapping[str, Json], lenient: bool) -> Check:
     item = _compile(schema.get("items", True), root, lenient)
 
-    def check(value: Any, path: str) -> Any:
+    def check(value: object, path: str) -> Json:
         value = _from_text(value, list) if lenient else value
         if not isinstance(value, list):
             raise ArgumentError(should(path, "be a list", value))
@@ -214,14 +214,14 @@ def _array(schema: Mapping[str, Json], root: Mapping[str, Json], lenient: bool) 
     return check
 
 
-def _either(options: Any, root: Mapping[str, Json], lenient: bool) -> Check:
+def _either(options: Json, root: Mapping[str, Json], lenient: bool) -> Check:
     """Return the first option that fits exactly, else the first that fits leniently."""
     checks = [_compile(option, root, False) for option in options]
     if lenient:
         checks += [_compile(option, root, True) for option in options]
     wanted = "|".join(dict.fromkeys(_kind(option, root) for option in options))
 
-    def check(value: Any, path: str) -> Any:
+    def check(value: object, path: str) -> Json:
         for option in checks:
             patterns.left()
             try:
@@ -233,10 +233,10 @@ def _either(options: Any, root: Mapping[str, Json], lenient: bool) -> Check:
     return check
 
 
-def _one_of(values: list[Any], lenient: bool) -> Check:
+def _one_of(values: list[Json], lenient: bool) -> Check:
     words = {str(v).lower(): v for v in values}
 
-    def check(value: Any, path: str) -> Any:
+    def check(value: object, path: str) -> Json:
         for known in values:
             if known == value and isinstance(known, bool) == isinstance(value, bool):
                 return known
@@ -248,7 +248,7 @@ def _one_of(values: list[Any], lenient: bool) -> Check:
     return check
 
 
-def _from_text(value: Any, kind: type) -> Any:
+def _from_text(value: Json, kind: type) -> Json:
     """Return a list or object that the model wrote as JSON text once too often; anything else as it is."""
     if not isinstance(value, str):
         return value
@@ -259,7 +259,7 @@ def _from_text(value: Any, kind: type) -> Any:
     return read if isinstance(read, kind) else value
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value that the model wrote, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else text[:37] + "..."
@@ -270,7 +270,7 @@ def named(path: str) -> str:
     return repr(path if len(path) <= 60 else path[:57] + "...")
 
 
-def should(path: str, words: str, value: Any) -> str:
+def should(path: str, words: str, value: object) -> str:
     """Return the message: which argument, what it should do, what it is."""
     what = f"argument {named(path)}" if path else "the arguments"
     return f"{what} should {words}, got {shown(value)}"
@@ -282,10 +282,10 @@ def limits(schema: Mapping[str, Json]) -> list[Check]:
 
 
 def _bound(
-    kind: Any, size: Callable[[Any], Any], holds: Callable[[Any, Any], bool], words: str
-) -> Callable[[Any], Check]:
+    kind: Json, size: Callable[[Json], Json], holds: Callable[[Json, Json], bool], words: str
+) -> Callable[[Json], Check]:
     def with_bound(bound: Any) -> Check:
-        def check(value: Any, path: str) -> Any:
+        def check(value: Json, path: str) -> Json:
             if isinstance(value, kind) and not isinstance(value, bool) and not holds(size(value), bound):
                 raise ArgumentError(should(path, words.format(bound), value))
             return value
@@ -295,17 +295,17 @@ def _bound(
     return with_bound
 
 
-def _itself(value: Any) -> Any:
+def _itself(value: object) -> Json:
     return value
 
 
-def _matches(pattern: Any) -> Check:
+def _matches(pattern: Json) -> Check:
     try:
         known = patterns.Pattern(pattern)
     except ValueError as error:
         raise UserError(f"a tool's parameters: {error}") from error
 
-    def check(value: Any, path: str) -> Any:
+    def check(value: object, path: str) -> Json:
         if isinstance(value, str) and not known.found(value):
             raise ArgumentError(should(path, f"match {pattern:.60}", value))
         return value
@@ -313,7 +313,7 @@ def _matches(pattern: Any) -> Check:
     return check
 
 
-_LIMITS: dict[str, Callable[[Any], Check]] = {
+_LIMITS: dict[str, Callable[[Json], Check]] = {
     "minimum": _bound(int | float, _itself, operator.ge, "be at least {}"),
     "maximum": _bound(int | float, _itself, operator.le, "be at most {}"),
     "exclusiveMinimum": _bound(int | float, _itself, operator.gt, "be more than {}"),
@@ -326,11 +326,11 @@ _LIMITS: dict[str, Callable[[Any], Check]] = {
 }
 
 
-def _scalar(words: str, read: Callable[[Any, bool], Any]) -> Callable[[bool], Check]:
+def _scalar(words: str, read: Callable[[Json, bool], object]) -> Callable[[bool], Check]:
     """Make a check, strict or lenient, of `read`, which returns `_UNFIT` for a value that does not fit."""
 
     def compiled(lenient: bool) -> Check:
-        def check(value: Any, path: str) -> Any:
+        def check(value: object, path: str) -> Json:
             found = read(value, lenient)
             if found is _UNFIT:
                 raise ArgumentError(should(path, words, value))
@@ -344,23 +344,23 @@ def _scalar(words: str, read: Callable[[Any, bool], Any]) -> Callable[[bool], Ch
 _UNFIT = object()
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _string(value: Any, lenient: bool) -> Any:
+def _string(value: object, lenient: bool) -> Json:
     if isinstance(value, str):
         return value
     return json.dumps(value) if lenient and _is_number(value) else _UNFIT
 
 
-def _integer(value: Any, lenient: bool) -> Any:
+def _integer(value: Json, lenient: bool) -> Json:
     if _is_number(value) and (isinstance(value, int) or value.is_integer()):
         return int(value)
     return int(value) if lenient and isinstance(value, str) and _INTEGER.fullmatch(value.strip()) else _UNFIT
 
 
-def _number(value: Any, lenient: bool) -> Any:
+def _number(value: object, lenient: bool) -> Json:
     if _is_number(value):
         return value
     if not lenient or not isinstance(value, str) or len(value) > 4000:
@@ -374,7 +374,7 @@ def _number(value: Any, lenient: bool) -> Any:
     return number if math.isfinite(number) else _UNFIT
 
 
-def _boolean(value: Any, lenient: bool) -> Any:
+def _boolean(value: object, lenient: bool) -> Json:
     if lenient and isinstance(value, str):
         return {"true": True, "false": False}.get(value.strip().lower(), _UNFIT)
     return value if isinstance(value, bool) else _UNFIT

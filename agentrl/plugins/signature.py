@@ -49,7 +49,7 @@ class Signature:
             raise ArgumentError(_line(error.errors(include_url=False)[0], self.parameters)) from None
 
 
-def read_signature(function: Callable[..., Any], name: str) -> Signature:
+def read_signature(function: Callable[..., object], name: str) -> Signature:
     """Read a function's signature and docstring. Raises UserError, beginning with the tool's name, for a function that
     cannot be a tool."""
     documented = read_docstring(inspect.getdoc(function) or "")
@@ -93,18 +93,18 @@ def _signature(
     return Signature(description, parameters, session, adapter, not_null)
 
 
-def _annotations(function: Callable[..., Any], name: str) -> dict[str, Any]:
+def _annotations(function: Callable[..., object], name: str) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
     except NameError as error:
         raise UserError(f"tool {name!r}: an annotation cannot be read: {error}") from None
 
 
-def _is_session(annotation: Any) -> bool:
+def _is_session(annotation: object) -> bool:
     return annotation is Session or (get_origin(annotation) is not None and Session in get_args(annotation))
 
 
-def _jsonable(value: Any, name: str, key: str) -> Any:
+def _jsonable(value: object, name: str, key: str) -> Any:
     try:
         return to_jsonable_python(value)
     except PydanticSerializationError:
@@ -119,7 +119,7 @@ def _takes_null(adapter: TypeAdapter[dict[str, Any]], key: str) -> bool:
     return True
 
 
-def _untitled(schema: Any) -> Any:
+def _untitled(schema: object) -> Any:
     """Drop the titles that pydantic adds: they tell a model nothing and cost tokens."""
     if isinstance(schema, list):
         return [_untitled(part) for part in schema]

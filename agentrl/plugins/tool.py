@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.prompt_schema import prompt_schema
@@ -39,7 +38,7 @@ class Tool(ABC):
     async def release(self, session: Session, **kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Free what `create` took. Called exactly once for each `create`, whatever happened."""
 
-    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
         """Return the arguments as `execute` wants them. Raises ArgumentError with a line that the model can act on."""
         return check_arguments(self.parameters, arguments)
 
@@ -47,7 +46,7 @@ class Tool(ABC):
         """Free what the whole run held (a pool, a connection), once, when the run ends."""
 
     @property
-    def schema(self) -> dict[str, Any]:
+    def schema(self) -> dict[str, Json]:
         """The tool as prompts have it: `{"type": "function", "function": {...}}`, its parameters in the form of
         `transformers.utils.get_json_schema`. Raises UserError where no prompt can hold them: types with recursion."""
         try:

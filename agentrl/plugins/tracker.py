@@ -3,7 +3,8 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from agentrl.plugins.types import Json
 
 
 class Tracker(ABC):
@@ -15,15 +16,15 @@ class Tracker(ABC):
     """
 
     @abstractmethod
-    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, recipe: Mapping[str, Json]) -> None:
         """Begin a run; called once, before step 0, and waited for. `recipe` has every key, without secrets: `${VAR}`
         stands as it was written, values of headers, keys and tokens are `***`. What it raises ends the run."""
 
     @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Record a step; called once a step, with the numbers that `metrics.jsonl` gets."""
 
-    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027 - a hook
+    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Json]]) -> None:  # noqa: B027 - a hook
         """Record some conversations of an evaluation, called before `log` of its step.
 
         A sample has `task`, `sample`, `data`, `messages`, `tool_uses`, `reward`, `rewards`, `solved`, `finish` and

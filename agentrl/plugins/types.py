@@ -6,13 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict
 
 from agentrl.errors import PlainError
-
-Json: TypeAlias = Any
-"""What JSON can hold: None, bool, int, float, str, lists, and dicts by text. Of this type are task data, hooks' keyword
-arguments, arguments of tools and JSON schemas. It is an alias of Any: an author knows the shape of his own data. With
-the recursive union of these types, `mypy --strict` finds 154 errors in 39 files, each of which needs a cast or a check
-where a field is read. What is not JSON is refused at run time.
-"""
+from agentrl.jsonable import Json as Json
 
 
 class ArgumentError(Exception):
@@ -24,7 +18,7 @@ class InfrastructureError(PlainError):
     request becomes FAILED, and is tried again; the model is told nothing."""
 
 
-Content: TypeAlias = str | list[dict[str, Any]]
+Content: TypeAlias = str | list[dict[str, Json]]
 """What a message says: text, or parts of the Chat Completions API where there are images."""
 
 
@@ -51,7 +45,7 @@ class Message(TypedDict, total=False):
 
     role: Required[Literal["system", "user", "assistant", "tool"]]
     """Who wrote the message."""
-    content: Required[str | list[dict[str, Any]] | None]
+    content: Required[str | list[dict[str, Json]] | None]
     """Text, or parts when there are images; None beside tool calls."""
     tool_calls: list[ToolCallMessage]
     """The calls of an assistant turn."""

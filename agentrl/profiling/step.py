@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Cost, Workload, peak_together, utilisation
@@ -28,6 +28,8 @@ PROFILE = "profile"
 REWARD_MODEL = "reward_model"
 FORWARD, UPDATE = ("logprobs", "entropies", "values", "scores"), ("update",)
 T = TypeVar("T")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +149,13 @@ class _InstrumentedRole:
             return self._counted(found, self._cost.forward)
         return self._counted(found, self._cost.update) if name in UPDATE else found
 
-    def _counted(self, method: Callable[..., Any], flops: Callable[[Workload], float]) -> Callable[..., Any]:
-        def call(batch: Batch, *arguments: Any) -> Any:
+    def _counted(
+        self, method: Callable[Concatenate[Batch, P], R], flops: Callable[[Workload], float]
+    ) -> Callable[Concatenate[Batch, P], R]:
+        def call(batch: Batch, /, *arguments: P.args, **options: P.kwargs) -> R:
             needed, began = flops(Workload.of(batch)), perf_counter()
             with self._profiler.step(self._steps.step):
-                found = method(batch, *arguments)
+                found = method(batch, *arguments, **options)
             self._steps.count(self._name, needed, perf_counter() - began)
             return found
 

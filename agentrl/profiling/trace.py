@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from agentrl.jsonable import Json
+
 TOP = 25  # operations in the table
 OwnTimes = dict[str, tuple[int, float, float]]
 """Operation -> (calls, own CPU time, own device time), in microseconds without the operations that it calls."""
@@ -28,7 +30,7 @@ _RECORDING = Lock()  # one per process: two recordings at once crash torch
 class _Sums:
     """The recordings of one role in one step, added up."""
 
-    trace: dict[str, Any] | None = None
+    trace: dict[str, Json] | None = None
     by_name: OwnTimes = field(default_factory=dict)
     parts: int = 0
     missed: int = 0
@@ -108,9 +110,9 @@ class Profiler:
         return "\n".join(lines) + "\n"
 
 
-def add_own_times(events: Sequence[Mapping[str, Any]], found: OwnTimes) -> None:
+def add_own_times(events: Sequence[Mapping[str, Json]], found: OwnTimes) -> None:
     """Add the own times of a trace's events to `found`; a thousand times as fast as torch's `key_averages`."""
-    threads: dict[Any, list[Mapping[str, Any]]] = {}
+    threads: dict[object, list[Mapping[str, Json]]] = {}
     for event in events:
         if event.get("cat") in (*ON_CPU, *ON_DEVICE) and event.get("ph") == "X":
             threads.setdefault((event["pid"], event["tid"]), []).append(event)

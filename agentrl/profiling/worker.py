@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from agentrl.cluster.dispatch import ONE_TO_ALL, register
 from agentrl.cluster.worker import Worker
@@ -12,19 +12,23 @@ from agentrl.profiling.step import TRAIN
 from agentrl.profiling.trace import Profiler
 
 EVERY = range(1, 1 << 62)  # all steps: the controller selects those that are traced
-F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+W = TypeVar("W", bound="InstrumentedWorker")
 
 
-def instrumented(role: str, phase: str = TRAIN) -> Callable[[F], F]:
+def instrumented(
+    role: str, phase: str = TRAIN
+) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
     """Decorate a worker's method as work of `role` in `phase`, to be measured and traced. Goes below `@register`."""
 
-    def mark(method: F) -> F:
+    def mark(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @wraps(method)
-        def call(self: "InstrumentedWorker", *arguments: Any, **options: Any) -> Any:
+        def call(self: W, /, *arguments: P.args, **options: P.kwargs) -> R:
             with self._peaks.phase(phase), self._profiler(role).step(self._recorded):
                 return method(self, *arguments, **options)
 
-        return call  # type: ignore[return-value]
+        return call
 
     return mark
 

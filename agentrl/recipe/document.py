@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from agentrl.errors import UserError
+from agentrl.jsonable import Json
 
 Key = tuple[str | int, ...]
 TAG = "tag:yaml.org,2002:"
@@ -64,7 +65,7 @@ class Reference:
     text: str
     """The text with its `${VAR}` as written."""
     plain: bool
-    value: Any = field(repr=False)
+    value: Json = field(repr=False)
 
     @property
     def variables(self) -> str:
@@ -80,7 +81,7 @@ class Document:
     """`value` holds JSON values only. `origins` says for each key (and list entry) where it was written, `references`
     what was written there where that was a `${VAR}`."""
 
-    value: Any
+    value: Json
     origins: dict[Key, str] = field(default_factory=dict)
     references: dict[Key, Reference] = field(default_factory=dict)
 
@@ -123,13 +124,13 @@ def read_file(path: Path) -> Document:
     return document
 
 
-def dump(value: Any) -> str:
+def dump(value: object) -> str:
     """Return YAML that `read_document` reads back to an equal value, whatever the environment holds; a Reference in
     `value` is written as the reference that it is."""
     return yaml.dump(_escaped(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Return a value for an error message: its kind and a short form."""
     if value is None:
         return "nothing"
@@ -151,7 +152,7 @@ class _Reader:
         self.built: set[int] = set()
         self.repeated = 0
 
-    def build(self, node: yaml.Node, key: Key) -> Any:
+    def build(self, node: yaml.Node, key: Key) -> Json:
         if id(node) in self.open:
             raise UserError(f"{_place(self.where(node), key)}: an alias refers to itself")
         self.repeated += id(node) in self.built
@@ -166,9 +167,9 @@ class _Reader:
         self.open.remove(id(node))
         return value
 
-    def mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Any]:
+    def mapping(self, node: yaml.MappingNode, key: Key) -> dict[str, Json]:
         self.refuse_tag(node, key, "map")
-        value: dict[str, Any] = {}
+        value: dict[str, Json] = {}
         for name_node, value_node in node.value:
             where = self.where(name_node)
             if not isinstance(name_node, yaml.ScalarNode):
@@ -183,11 +184,11 @@ class _Reader:
             self.origins[path] = where
         return value
 
-    def sequence(self, node: yaml.Node, key: Key) -> list[Any]:
+    def sequence(self, node: yaml.Node, key: Key) -> list[Json]:
         self.refuse_tag(node, key, "seq")
         return [self.build(child, (*key, i)) for i, child in enumerate(node.value)]
 
-    def scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
+    def scalar(self, node: yaml.ScalarNode, key: Key) -> Json:
         if "${" not in node.value:
             return self.read(node, node.value, node.tag, key)
         text, tag = self.interpolate(node.value, key, self.where(node)), node.tag
@@ -199,7 +200,7 @@ class _Reader:
             self.references[key] = reference
         return value
 
-    def read(self, node: yaml.ScalarNode, text: str, tag: str, key: Key) -> Any:
+    def read(self, node: yaml.ScalarNode, text: str, tag: str, key: Key) -> Json:
         """Return the value of a scalar whose text is `text`, once its variables are replaced."""
         match tag.removeprefix(TAG):
             case "str":
@@ -248,7 +249,7 @@ def _place(where: str, key: Key) -> str:
     return f"{where}: {dotted(key)}" if key else where
 
 
-def _escaped(value: Any) -> Any:
+def _escaped(value: object) -> Json:
     if isinstance(value, str):
         return value.replace("${", "$${")
     if isinstance(value, dict):

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from agentrl.jsonable import Json
 from agentrl.recipe.document import dump
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.secrets import masked
@@ -35,7 +35,7 @@ def differing(before: Recipe, now: Recipe) -> list[str]:
     return [key for key in old | new if old.get(key) != new.get(key) and key != "output"]
 
 
-def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Json, prefix: str = "") -> Iterator[tuple[str, Json]]:
     """Yield the values of a tree of mappings and lists, by their dotted keys."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, item in items:

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentrl.errors import nearest
+from agentrl.jsonable import Json
 from agentrl.recipe.document import Document, Key, describe, dotted
 
 _EXPECTED = {
@@ -89,7 +90,7 @@ def _what(error: ErrorDetails, key: Key, given: str, model: type[BaseModel]) -> 
     return error["msg"][:1].lower() + error["msg"][1:]
 
 
-def _near_word(given: Any, words: list[str]) -> str:
+def _near_word(given: Json, words: list[str]) -> str:
     close = difflib.get_close_matches(given, words, n=1) if isinstance(given, str) else []
     return f"; did you mean {close[0]!r}?" if close else ""
 

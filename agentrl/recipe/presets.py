@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from agentrl.jsonable import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +12,7 @@ class Preset:
 
     text: str
     """The paper, and where the preset differs from it."""
-    keys: Mapping[str, Any]
+    keys: Mapping[str, Json]
     """Keys of `algorithm` and their values."""
 
 

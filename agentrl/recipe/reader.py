@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from agentrl.errors import UserError, nearest
+from agentrl.jsonable import Json
 from agentrl.recipe.document import Document, Key, Reference, describe, dotted, read_document, read_file
 from agentrl.recipe.mistakes import explain
 from agentrl.recipe.shipped import shipped_recipes
@@ -109,7 +110,7 @@ def _extended(path: Path, seen: tuple[Path, ...]) -> Document:
     return Document(merged, base.origins | document.origins, kept | document.references)
 
 
-def _mapping_at(tree: Any, key: Key) -> dict[str, Any] | None:
+def _mapping_at(tree: object, key: Key) -> dict[str, Json] | None:
     """Return the mapping that lies at `key`; None where something else does, or nothing."""
     for part in key:
         tree = tree.get(part) if isinstance(tree, dict) else None
@@ -137,7 +138,7 @@ def _rename(document: Document) -> None:
         if place is None or source[-1] not in place:
             continue
         where = document.origins[source]
-        there: Any = document.value
+        there: Json = document.value
         for part in target[:-1]:
             there = there.setdefault(part, {})
             if not isinstance(there, dict):
@@ -150,7 +151,7 @@ def _rename(document: Document) -> None:
         _say_renamed(where, old, new)
 
 
-def _move(table: dict[Key, Any], source: Key, target: Key) -> None:
+def _move(table: dict[Key, Json], source: Key, target: Key) -> None:
     for key in [key for key in table if key[: len(source)] == source]:
         table[(*target, *key[len(source) :])] = table.pop(key)
 
@@ -176,7 +177,7 @@ def _anchor_paths(document: Document, file: Path) -> None:
             document.references[key] = replace(reference, text=text, value=anchored)
 
 
-def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(base: Mapping[str, Json], top: Mapping[str, Json]) -> dict[str, Json]:
     value = dict(base)
     for name, new in top.items():
         old = value.get(name)
@@ -184,7 +185,7 @@ def _merged(base: Mapping[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _stands(key: Key, top: Any) -> bool:
+def _stands(key: Key, top: Json) -> bool:
     """Return whether what lies at `key` is still there once `top` is merged over it."""
     place = top
     for part in key:
@@ -207,7 +208,7 @@ def _override(document: Document, text: str) -> None:
     for key in SHORT:
         if len(parts) > len(key) and key == tuple(parts[: len(key)]):
             _write_out(document, key)
-    place: Any = document.value
+    place: Json = document.value
     key = ()
     for i, part in enumerate(parts):
         step = _step(place, part, key, name)
@@ -232,7 +233,7 @@ def _new_name(name: str) -> str:
     return name
 
 
-def _step(place: Any, part: str, key: Key, name: str) -> str | int:
+def _step(place: Json, part: str, key: Key, name: str) -> str | int:
     """Return the key or index that `part` stands for in `place`. A list entry is found by its index or its `name`."""
     if isinstance(place, dict):
         return part
@@ -248,18 +249,18 @@ def _step(place: Any, part: str, key: Key, name: str) -> str | int:
     raise UserError(f"{COMMAND_LINE}: {name}: {dotted(key)} has {entries}, and {part!r} is none of them{known}")
 
 
-def _name_of(entry: Any) -> str | None:
+def _name_of(entry: object) -> str | None:
     return entry if isinstance(entry, str) else entry.get("name") if isinstance(entry, dict) else None
 
 
-def _put(place: Any, step: str | int, value: Any) -> None:
+def _put(place: Json, step: str | int, value: Json) -> None:
     if isinstance(place, list) and step == len(place):
         place.append(value)
     else:
         place[step] = value
 
 
-def _descend(place: Any, step: str | int) -> Any:
+def _descend(place: Json, step: str | int) -> Json:
     """Return what lies at `step`, a new mapping if it is absent; an entry that is only a name becomes `{name: ...}`."""
     if isinstance(place, list):
         if step == len(place):

@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from agentrl.errors import nearest
+from agentrl.jsonable import Json
 from agentrl.recipe.document import Key, Reference
 from agentrl.recipe.presets import PRESETS
 from agentrl.recipe.reader import read_recipe
@@ -64,15 +65,15 @@ class Section(BaseModel):
         return self.model_copy(update=new)
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: Json) -> Json:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-def _words(value: Any) -> Any:
+def _words(value: Json) -> Json:
     return tuple(shlex.split(value)) if isinstance(value, str) else _listed(value)
 
 
-def _named(value: Any) -> Any:
+def _named(value: Json) -> Json:
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -117,7 +118,7 @@ class ModelSection(Section):
     chat_template: str | None = None
     """A jinja file that replaces the tokenizer's own chat template, relative to the recipe that names it where
     it is there, else to the working directory."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: dict[str, Json] = Field(default_factory=dict)
     """Settings of the model's configuration that have another value, by their names there, such as
     {max_position_embeddings: 65536, rope_parameters: {rope_type: yarn, factor: 4.0}}. Servers are told by flags."""
     trust_remote_code: bool = False
@@ -174,11 +175,11 @@ class Schedule(Section):
         return self.start > 0 or (self.end or 0) > 0
 
     @model_serializer
-    def _short(self) -> Any:
+    def _short(self) -> Json:
         return self.start if self.end is None else {"start": self.start, "end": self.end, "steps": self.steps}
 
 
-def _started(value: Any) -> Any:
+def _started(value: Json) -> Json:
     return {"start": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -208,7 +209,7 @@ class PartStreams(Section):
     """null: algorithm.streams.distill."""
 
 
-def _teacher(value: Any) -> Any:
+def _teacher(value: Json) -> Json:
     if not isinstance(value, str):
         return value
     return {"url": value} if value.startswith(("http://", "https://")) else {"path": value}
@@ -274,7 +275,7 @@ class EnvPart(Section):
     """An installed environment (`agentrl envs` lists them), or module:attribute."""
     source: str = "generated"
     """Where its tasks come from, as in env.source."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Further arguments of its class."""
     weight: Above0 = 1.0
     """Its share of the training tasks, relative to the weights of the others."""
@@ -294,7 +295,7 @@ class EnvSection(Section):
     source: str = "generated"
     """Where tasks come from, in the environment's words: a generator, a file, a URL (s3://, gs://, https://), a name on
     the hub."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Further arguments of the environment's class."""
     mix: tuple[EnvPart, ...] = ()
     """Several environments at once, instead of `name`, `source` and `args`."""
@@ -305,7 +306,7 @@ class ToolSection(Section):
 
     name: str
     """An installed tool (`agentrl tools` lists them), or module:attribute."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Arguments of the tool's class."""
 
 
@@ -390,7 +391,7 @@ class AgentSection(Section):
 
     name: str | None = None
     """An installed agent, or module:attribute: a function `solve(task, client)`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Further arguments of the function or class."""
     command: Annotated[tuple[str, ...], BeforeValidator(_words)] = ()
     """A program instead of `name`, and its arguments, in which {prompt} is the opening's text. It finds the gateway by
@@ -421,7 +422,7 @@ class RewardSection(Section):
     """An installed reward function (`agentrl rewards` lists them), or module:attribute."""
     part: str | None = None
     """Name of the reward part that it gives. null: its own name."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Arguments of its class or function."""
     processes: Annotated[Count, Unit("processes")] = 0
     """Run it in this many processes, each killed and replaced when a call takes too long; 0: in the run's own."""
@@ -447,7 +448,7 @@ class EngineSection(Section):
     """Sequences decoded at once."""
     sleep: bool = False
     """Give the engine's memory back while the trainer works: for one device that both share."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Further arguments of the engine's class."""
 
 
@@ -460,11 +461,11 @@ class _Function(Section):
 
     name: str
     """Its name, or module:attribute."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Arguments of its own."""
 
     @model_serializer
-    def _short(self) -> Any:
+    def _short(self) -> Json:
         return {"name": self.name, "args": self.args} if self.args else self.name
 
 
@@ -649,7 +650,7 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_preset(cls, given: Any) -> Any:
+    def _with_preset(cls, given: Json) -> Json:
         given = {"preset": given} if isinstance(given, str) else given
         if not isinstance(given, dict) or not isinstance(name := given.get("preset"), str):
             return given
@@ -946,7 +947,7 @@ class OffloadSection(Section):
     """What activation checkpointing keeps of each layer until the backward pass."""
 
 
-def _offloaded(value: Any) -> Any:
+def _offloaded(value: Json) -> Json:
     return {"parameters": value, "optimizer": value} if isinstance(value, bool) else value
 
 
@@ -1003,7 +1004,7 @@ class TrajectoriesSection(Section):
     """Tasks of a step that are written, with all of their samples; 0: all. Evaluations are written whole."""
 
 
-def _switched(value: Any) -> Any:
+def _switched(value: Json) -> Json:
     return {"every": int(value)} if isinstance(value, bool) else value
 
 
@@ -1012,7 +1013,7 @@ class TrackerSection(Section):
 
     name: str
     """An installed tracker (`agentrl trackers` lists them), or module:attribute."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Json] = Field(default_factory=dict)
     """Arguments of the tracker's class, such as project, run and tags."""
 
 
@@ -1068,7 +1069,7 @@ class Recipe(Section):
         recipe._references = dict(references)
         return recipe
 
-    def written(self) -> dict[str, Any]:
+    def written(self) -> dict[str, Json]:
         """Return every key as JSON values, with a Reference where a `${VAR}` stood and its value is still the same.
 
         Write, print and send this, not `model_dump`: values of variables may be secrets.
@@ -1078,9 +1079,9 @@ class Recipe(Section):
             _refer(tree, key, reference)
         return tree
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, Json]:
         """Return every key as JSON values for people: secrets hidden, `${VAR}` where one stood."""
-        found: dict[str, Any] = plain(masked(self.written()))
+        found: dict[str, Json] = plain(masked(self.written()))
         return found
 
     @property
@@ -1209,9 +1210,9 @@ class Recipe(Section):
             raise ValueError(f"cluster.pools: this recipe has no {idle[0]} to place there")
 
 
-def _refer(tree: Any, key: Key, reference: Reference) -> None:
+def _refer(tree: Json, key: Key, reference: Reference) -> None:
     """Put `reference` at `key`; what may be written short (`tools: [name]`, `lora.targets: x`) is long in a tree."""
-    place: Any = {"": tree}
+    place: Json = {"": tree}
     step: str | int = ""
     for part in key:
         place, step = place[step], part

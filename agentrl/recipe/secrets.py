@@ -6,8 +6,8 @@ same: by people, and by versions that wrote the values of variables into their r
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from agentrl.jsonable import Json
 from agentrl.recipe.document import Key, Reference
 
 MASK = "***"
@@ -34,7 +34,7 @@ _IN_TEXT = (
 )
 
 
-def masked(value: Any, free: bool = False) -> Any:
+def masked(value: object, free: bool = False) -> Json:
     """Return a recipe's tree (`Recipe.written`) without secrets. free: it lies below a plugin's arguments."""
     if isinstance(value, dict):
         return {
@@ -48,7 +48,7 @@ def masked(value: Any, free: bool = False) -> Any:
     return masked_text(value) if isinstance(value, str) else value
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: object) -> Json:
     """Return a tree with the text of each Reference in its place."""
     if isinstance(tree, dict):
         return {key: plain(item) for key, item in tree.items()}
@@ -57,7 +57,7 @@ def plain(tree: Any) -> Any:
     return tree.text if isinstance(tree, Reference) else tree
 
 
-def masked_words(words: Sequence[Any]) -> list[Any]:
+def masked_words(words: Sequence[Json]) -> list[Json]:
     """Return a list, such as the arguments of a command, without secrets: what follows `--token` is hidden too."""
     found = []
     for before, word in zip((None, *words), words, strict=False):
@@ -85,13 +85,13 @@ def masked_text(text: str) -> str:
     return text
 
 
-def is_secret(name: str, value: Any) -> bool:
+def is_secret(name: str, value: object) -> bool:
     """Return whether to hide what lies at a key of this name. `max_tokens: 256` is a count."""
     counted = isinstance(value, int | float) and name.endswith("s")
     return name.lower() in _ALL_BELOW or (not counted and _NAME.fullmatch(_CAMEL.sub("_", name)) is not None)
 
 
-def _hidden(value: Any) -> Any:
+def _hidden(value: object) -> Json:
     """Keep names and variables; hide values, except those that are no secret: a switch, nothing."""
     if isinstance(value, dict):
         return {key: _hidden(item) for key, item in value.items()}

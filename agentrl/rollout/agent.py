@@ -328,7 +328,7 @@ class AgentDriver(Driver):
         return self._chat
 
     @property
-    def caller(self) -> Any:
+    def caller(self) -> Caller:
         """Runs the calls of tools."""
         return self._caller
 

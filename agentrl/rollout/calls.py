@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn, Seeing
 from agentrl.errors import contained, describe, message_of, nearest
@@ -112,7 +112,7 @@ def _may_be_deep(call: ParsedCall) -> bool:
 
 
 def _shallow(call: ParsedCall) -> ParsedCall:
-    level: list[Any] = [call.arguments]
+    level: list[Json] = [call.arguments]
     for _ in range(_DEPTH):
         level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
         level = [item for item in level if isinstance(item, dict | list)]
@@ -335,7 +335,7 @@ class Caller:
         answer.response = replace(answer.response, images=tuple(keys))
         return "\n".join([*([text] if text else []), *notes])
 
-    def _kept(self, image: Any) -> str:
+    def _kept(self, image: object) -> str:
         key = STORE.put(image)
         if isinstance(self._chat, Seeing):
             self._chat.image_tokens(key)
@@ -351,7 +351,7 @@ class Caller:
             talk.add_step_reward(finite(response.reward, "step"))
 
 
-def _take(answer: Answer, result: Any) -> None:
+def _take(answer: Answer, result: object) -> None:
     """Take what the tool returned. Raises TypeError where its contract does not allow it."""
     if isinstance(result, str):
         answer.text = result

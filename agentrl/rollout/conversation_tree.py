@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from agentrl.chat.base import Chat, Seeing
+from agentrl.chat.base import Chat, images_in
 from agentrl.chat.image_chat import moved
 from agentrl.engine.base import Generation
 from agentrl.errors import UserError
@@ -251,10 +251,7 @@ class ConversationTree:
     def _opened(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Given:
         """Return messages as the template writes them."""
         ids = self.chat.render(messages, tools)
-        return Given(list(ids), self._images_in(ids, messages))
-
-    def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
-        return self.chat.images_in(ids, messages) if isinstance(self.chat, Seeing) else []
+        return Given(list(ids), images_in(self.chat, ids, messages))
 
     def _from_nothing(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Given:
         """Return the tokens of a conversation of which nothing was sampled here, or not in this order."""
@@ -299,7 +296,7 @@ class ConversationTree:
     def _say(self, given: Given, turn: Sequence[int], messages: Sequence[Message]) -> None:
         """Append messages that follow the sampled turn `turn`."""
         ids = self.chat.bridge(turn, messages)
-        given.add(ids, self._images_in(ids, messages))
+        given.add(ids, images_in(self.chat, ids, messages))
 
     def segments(self, train_auxiliary: bool = False) -> Iterator[tuple[Node, Segment, Turn]]:
         """Yield each answered call, its segment and its turn, in the order in which the calls began."""

@@ -60,8 +60,7 @@ class _Growing:
     whole: Group | None = None  # once all are finished and scored together
 
     def group(self) -> Group:
-        samples = [t for t in self.samples if t is not None]
-        return Group(self.task, tuple(t for t in samples if t.valid), tuple(t for t in samples if not t.valid))
+        return Group.of(self.task, [t for t in self.samples if t is not None])
 
 
 async def roll_out(

@@ -37,10 +37,7 @@ class PluginError(PlainError):
 
 
 async def create_all(
-    request: AsyncRolloutRequest,
-    environment: Environment,
-    timer: DeadlineTimer,
-    checked: "Checked | None" = None,
+    request: AsyncRolloutRequest, environment: Environment, timer: DeadlineTimer, checked: "Checked | None" = None
 ) -> None:
     """Create the environment, whose messages open the conversation, then the tools that the task offers. checked: in
     place of `checked_messages`."""

@@ -24,7 +24,7 @@ from agentrl.plugins.registry import make_engine, make_environment, make_message
 from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, make_rewards
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import ClusterSection, Recipe
 from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.deadline import leave_behind
@@ -197,7 +197,7 @@ class Player:
         n: int,
         *,
         seed: Seed,
-        limits: Mapping[str, Any] | None = None,
+        limits: Mapping[str, Json] | None = None,
         only: Sequence[Collection[int]] | None = None,
         on_sample: Callable[[int, Trajectory], None] | None = None,
         on_group: Callable[[Group], None] | None = None,
@@ -211,7 +211,7 @@ class Player:
             driver, tasks, n, seed=seed, only=only, on_sample=on_sample, on_group=on_group, after=after
         )
 
-    def driver(self, occasion: str = "", limits: Mapping[str, Any] | None = None) -> Driver:
+    def driver(self, occasion: str = "", limits: Mapping[str, Json] | None = None) -> Driver:
         """Return what drives requests. occasion: see `Driver`; sessions of a run have ids of their own when no two
         drivers of it have the same. limits: keys of the recipe's section `rollout` that have another value."""
         section = self.recipe.rollout.model_copy(update=dict(limits or {}))

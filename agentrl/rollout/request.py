@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -305,7 +304,7 @@ class AsyncRolloutRequest(Conversation):
     """Wall time so far, in all and by whom it was waited for."""
     spans: list[Span] = field(default_factory=list)
     """When it was waited for them."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Json] = field(default_factory=dict)
     """Further facts for `Trajectory.extra`."""
     segments: list[Segment] = field(default_factory=list)
     """The tree of a rollout that an agent held; empty for one conversation."""

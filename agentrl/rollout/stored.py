@@ -16,8 +16,8 @@ from agentrl.checkpoint.run_folder import TRAJECTORIES
 from agentrl.errors import UserError, nearest
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE, ImageSpan
-from agentrl.plugins.types import Task
-from agentrl.rollout.trajectory_file import FACTS, Row, Stored, read_columns, stored_files
+from agentrl.plugins.types import Json, Task
+from agentrl.rollout.trajectory_file import FACTS, Row, Stored, messages_of, read_columns, stored_files
 from agentrl.trajectory import (
     Boundary,
     Failure,
@@ -75,16 +75,15 @@ def as_groups(samples: Iterable[StoredSample]) -> list[Group]:
     groups = []
     for _, rows in groupby(samples, key=lambda sample: sample.facts["group"]):
         each = [sample.trajectory for sample in rows]
-        valid, failed = (tuple(t for t in each if t.valid is wanted) for wanted in (True, False))
-        groups.append(Group(each[0].task, valid, failed))
+        groups.append(Group.of(each[0].task, each))
     return groups
 
 
 def _trajectory(row: Row, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, float]) -> Trajectory:
     if missing := next((name for name in _NEEDED if row[name] is None), None):
         raise ValueError(f"its column {missing} is null")
-    messages = _messages(json.loads(row["messages"]))
-    branches = tuple(_messages(one) for one in json.loads(row["branches"] or "[]"))
+    messages = tuple(messages_of(json.loads(row["messages"])))
+    branches = tuple(tuple(messages_of(one)) for one in json.loads(row["branches"] or "[]"))
     segments = tuple(Segment(one["start"], one["end"], one["parent"]) for one in row["segments"])
     return Trajectory(
         request_id=row["request"],
@@ -126,31 +125,25 @@ _NEEDED = (
 )  # fmt: skip
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise ValueError("its task data or extra is no object")
     return value
 
 
-def _messages(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        raise ValueError("its messages are not a list of objects with a role")
-    return tuple(value)
-
-
-def _tool_use(use: Mapping[str, Any]) -> ToolUse:
+def _tool_use(use: Mapping[str, Json]) -> ToolUse:
     metrics = _mapping(json.loads(use["metrics"]))
     return ToolUse(use["name"], use["turn"], use["seconds"], use["error"], metrics, use["cut"])
 
 
-def _extra(given: dict[str, Any]) -> dict[str, Any]:
+def _extra(given: dict[str, Json]) -> dict[str, Json]:
     return {key: tuple(value) if key in (*_LINES, "depths") else value for key, value in given.items()}
 
 
-def _leaf(messages: Sequence[Any], branches: Sequence[Sequence[Any]], segments: Sequence[Segment]) -> int:
+def _leaf(messages: Sequence[Json], branches: Sequence[Sequence[Json]], segments: Sequence[Segment]) -> int:
     """Return the segment in which the conversation of `messages` ends: the last whose path says the same."""
     for leaf in range(len(branches) - 1, -1, -1):
-        said: list[Any] = []
+        said: list[Json] = []
         index = leaf
         while index >= 0:
             said[:0] = branches[index]

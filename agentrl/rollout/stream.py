@@ -163,11 +163,7 @@ class Stream:
 
     async def _play(self, index: int, number: int) -> list[Group]:
         groups = await roll_out(
-            self._driver,
-            [self._tasks[index]],
-            self._plan.n,
-            seed=(self._plan.seed, number),
-            on_group=self._on_group,
+            self._driver, [self._tasks[index]], self._plan.n, seed=(self._plan.seed, number), on_group=self._on_group
         )
         if self._keep is not None and not await self._keep(groups[0]):
             self._rejected.add(number)

@@ -24,6 +24,7 @@ from agentrl.checkpoint.disk import flush_file
 from agentrl.errors import UserError, contained
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE, hashes
+from agentrl.plugins.types import Json, Message
 from agentrl.recipe.secrets import MASK, masked_text
 from agentrl.trajectory import FinishReason, InvariantError, Learned, Trajectory
 
@@ -109,9 +110,9 @@ _VALUES = 100_000  # values in all that are written out, of one thing
 _LETTERS = 50_000_000  # characters of texts in all that are written out, of one thing
 _BITS = 10_000  # of an integer; Python reads and writes no longer ones as text
 
-Row = dict[str, Any]
+Row = dict[str, Json]
 """A sample by the columns of FACTS."""
-Record = dict[str, Any]
+Record = dict[str, Json]
 """A sample as readers see it; see `read_records`."""
 
 
@@ -188,7 +189,7 @@ def row(
     return _without(found, secrets) if secrets else found
 
 
-def _without(value: Any, secrets: Sequence[str]) -> Any:
+def _without(value: object, secrets: Sequence[str]) -> Json:
     """Return a row, or a part of one, without these texts, which may stand in JSON too."""
     if isinstance(value, dict):
         return {key: _without(item, secrets) for key, item in value.items()}
@@ -450,8 +451,8 @@ def _record(row: Row, where: str) -> Record:
     found = {name: value for name, value in row.items() if name not in _OTHERWISE}
     try:
         found["data"] = json.loads(row["task_data"])
-        found["messages"] = _messages(json.loads(row["messages"]))
-        found["branches"] = [_messages(one) for one in json.loads(row["branches"] or "[]")]
+        found["messages"] = messages_of(json.loads(row["messages"]))
+        found["branches"] = [messages_of(one) for one in json.loads(row["branches"] or "[]")]
         found["extra"] = json.loads(row["extra"])
         for use in found["tool_uses"]:
             use["metrics"] = json.loads(use["metrics"])
@@ -469,7 +470,8 @@ def _record(row: Row, where: str) -> Record:
     return {**found, "tokens": counts}
 
 
-def _messages(value: Any) -> list[dict[str, Any]]:
+def messages_of(value: Json) -> list[Message]:
+    """Return messages as they are stored. Raises ValueError for what is none."""
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise ValueError("its messages are not a list of objects with a role")
     return value
@@ -486,7 +488,7 @@ def _of_lines(path: Path) -> list[Record]:
         if path.name == IN_FLIGHT:
             return [record(one) for one in found]
         for one in found:
-            _messages(one["messages"])
+            messages_of(one["messages"])
             if not isinstance(one["task"], str):
                 raise ValueError("a task's id is no text")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, zstandard.ZstdError) as error:
@@ -498,7 +500,7 @@ def _of_lines(path: Path) -> list[Record]:
 class Told:
     """A conversation of a record, or what it adds to another."""
 
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Json]]
     """In the format of the OpenAI API."""
     heading: str = ""
     """Which conversation of a tree it is, and where it leaves another; empty where there is only one."""
@@ -506,7 +508,7 @@ class Told:
     """The segments that it adds; empty where there is only one conversation."""
 
 
-def conversations(record: Mapping[str, Any]) -> list[Told]:
+def conversations(record: Mapping[str, Json]) -> list[Told]:
     """Return every conversation of a record, in the order in which they begin to differ; what a later one has in common
     with an earlier one is left out."""
     branches = record.get("branches")
@@ -539,7 +541,7 @@ def _path(index: int, parents: Sequence[int]) -> list[int]:
     return found[::-1]
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """Return anything as JSON: see `_written`. Lone surrogates, which UTF-8 does not have, stand as escapes."""
     plain = value
     try:
@@ -556,7 +558,7 @@ encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circu
 """Returns the JSON of a value without circles, in a third less time."""
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Json) -> bool:
     """Return whether a value is of JSON's own types and not too large, as nearly all are; see `_written`."""
     values = letters = 0
     waiting = [value]
@@ -602,7 +604,7 @@ def _line(text: str) -> str:
     return _text(masked_text(text))
 
 
-def _lines(value: Any) -> Any:
+def _lines(value: object) -> Json:
     """Return lines of the machinery likewise, and anything else as it is."""
     if not isinstance(value, tuple):
         return value
@@ -617,7 +619,7 @@ class _Room:
     letters: int = field(default=_LETTERS)
 
 
-def _written(value: Any, inside: tuple[Any, ...], room: _Room) -> Any:
+def _written(value: object, inside: tuple[object, ...], room: _Room) -> Json:
     """Convert anything to JSON's own types: what has no such form (an image, an object, a list in itself) is written as
     its name, and so is what raises as it is read. inside: what it is in, outermost first."""
     room.values -= 1
@@ -655,7 +657,7 @@ def _held(text: str, room: _Room) -> str:
     return text
 
 
-def _some(items: Any, room: _Room) -> Iterator[Any]:
+def _some(items: Any, room: _Room) -> Iterator[Json]:
     """Return `items`, as long as there is room."""
     for item in items:
         yield item

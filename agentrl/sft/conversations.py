@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -59,12 +59,7 @@ class Talk:
 
 
 def read_row(
-    row: Mapping[str, Any],
-    form: str,
-    *,
-    sparse: bool = False,
-    images: Images = _IMAGES,
-    folder: Path | None = None,
+    row: Mapping[str, Json], form: str, *, sparse: bool = False, images: Images = _IMAGES, folder: Path | None = None
 ) -> Talk:
     """Return the conversation of a row. form: `openai` or `sharegpt`. sparse: fields that are null were not there, as
     in tables, where all rows have all fields. images: how rows bring images. folder: of the row's file. Raises
@@ -85,7 +80,7 @@ def read_row(
     return Talk(tuple(said), tuple(map(_flag, given)), schemas_of(row.get("tools")))
 
 
-def _no_messages(row: Mapping[str, Any], form: str) -> str:
+def _no_messages(row: Mapping[str, Json], form: str) -> str:
     wanted, other, theirs = ("messages", "conversations", "sharegpt")
     if form != "openai":
         wanted, other, theirs = "conversations", "messages", "openai"
@@ -94,13 +89,13 @@ def _no_messages(row: Mapping[str, Any], form: str) -> str:
     return f"has no list `{wanted}` with a message in it; its fields are {', '.join(map(str, row)) or 'none'}"
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Json:
     if isinstance(value, Mapping):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Json:
     """Return what JSON text says, as tables hold what has no type; anything else as it is."""
     if isinstance(value, str):
         try:
@@ -110,12 +105,12 @@ def _parsed(value: Any) -> Any:
     return value
 
 
-def _flag(message: Any) -> bool | None:
+def _flag(message: Json) -> bool | None:
     given = next((message[key] for key in FLAGS if message.get(key) is not None), None)
     return None if given is None else bool(given)
 
 
-def message_of(given: Any, number: int) -> Message:
+def message_of(given: Json, number: int) -> Message:
     """Return a message in OpenAI's form as the chat has it. number: of the message. Raises UserError: it is none."""
     if not isinstance(given, Mapping) or not isinstance(role := given.get("role"), str):
         raise UserError(f"message {number} is not an object with a `role`")
@@ -125,7 +120,7 @@ def message_of(given: Any, number: int) -> Message:
     content = given.get("content")
     if not isinstance(content, str | list | None):
         raise UserError(f"message {number}: its content is neither text nor a list of parts")
-    message: dict[str, Any] = {"role": role, "content": "" if content is None else content}
+    message: dict[str, Json] = {"role": role, "content": "" if content is None else content}
     for key in ("tool_call_id", "name"):
         if isinstance(given.get(key), str):
             message[key] = given[key]
@@ -137,7 +132,7 @@ def message_of(given: Any, number: int) -> Message:
     return cast(Message, message)
 
 
-def _sharegpt(given: Any, number: int) -> Message:
+def _sharegpt(given: Json, number: int) -> Message:
     if not isinstance(given, Mapping):
         raise UserError(f"message {number} is not an object")
     speaker = given.get("from", given.get("role"))
@@ -156,7 +151,7 @@ def _sharegpt(given: Any, number: int) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": _calls(calls, number)}
 
 
-def _calls(given: Any, number: int) -> Any:
+def _calls(given: Json, number: int) -> Json:
     found = []
     for call in given if isinstance(given, list) else [given]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -172,7 +167,7 @@ def _calls(given: Any, number: int) -> Any:
     return found
 
 
-def schemas_of(given: Any) -> tuple[dict[str, Json], ...] | None:
+def schemas_of(given: object) -> tuple[dict[str, Json], ...] | None:
     """Return the schemas of the tools that a row offers; None: it does not say. Raises UserError."""
     given = _parsed(given)
     if given is None or given == "":

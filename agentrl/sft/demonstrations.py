@@ -5,7 +5,6 @@ from functools import partial
 from itertools import groupby
 from random import Random
 from time import monotonic
-from typing import Any
 
 from agentrl.chat.base import Chat
 from agentrl.chat.encode import Encoder
@@ -14,7 +13,7 @@ from agentrl.errors import UserError, describe
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
-from agentrl.plugins.types import Message, Session, Task
+from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.recipe.schema import RolloutSection
 from agentrl.rollout.compaction import asked, reopened, threshold
 from agentrl.rollout.request import AsyncRolloutRequest, Conversation
@@ -101,11 +100,11 @@ class Demonstrator:
         self._hold(request, request, demonstration, partial(summary, self.env, task, rng=rng, style=style))
         return self._checked(request)
 
-    def schemas(self, task: Task) -> list[dict[str, Any]]:
+    def schemas(self, task: Task) -> list[dict[str, Json]]:
         """Return the schemas of the tools that the task offers."""
         return self._schemas(offered(task, self.tools, self.env))
 
-    def _schemas(self, tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    def _schemas(self, tools: Mapping[str, Tool]) -> list[dict[str, Json]]:
         return [tool.schema for tool in tools.values()]
 
     def _open(self, talk: Conversation, opening: Sequence[Message]) -> None:
@@ -143,11 +142,7 @@ class Demonstrator:
         talk.messages += messages
 
     def _branch(
-        self,
-        request: AsyncRolloutRequest,
-        caller: Conversation,
-        conversation: Sequence[Message],
-        summarize: Summarize,
+        self, request: AsyncRolloutRequest, caller: Conversation, conversation: Sequence[Message], summarize: Summarize
     ) -> None:
         """Write the conversation of a tool, which offers the tools that hold none themselves."""
         tools = {name: tool for name, tool in caller.tools.items() if not tool.converses}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -67,7 +66,7 @@ class Lessons:
         left = sum(count for _, count in counted[LINES:])
         return lines + ([f"refused {left:,} for {len(counted) - LINES} further reasons"] if left else [])
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Json]:
         """Return counts, reasons and the first refused rows as JSON values."""
         return {
             "read": self.read, "used": len(self.taught), "held_out": len(self.held_out), "refused": len(self.refused),

@@ -166,7 +166,7 @@ def _opening(row: Row) -> list[Message]:
     return [] if given is None else _messages(given, name)
 
 
-def _whole(opening: list[Message], given: Any, name: str) -> list[Message]:
+def _whole(opening: list[Message], given: Json, name: str) -> list[Message]:
     """Return the conversation: what follows the opening, or all of it where it begins with the opening."""
     said: list[Message]
     if isinstance(given, str):
@@ -183,7 +183,7 @@ def _whole(opening: list[Message], given: Any, name: str) -> list[Message]:
     return whole
 
 
-def _messages(given: Any, name: str) -> list[Message]:
+def _messages(given: Json, name: str) -> list[Message]:
     if not isinstance(given, list):
         raise UserError(f"{name}: is neither text nor a list of messages")
     try:

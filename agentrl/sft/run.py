@@ -38,7 +38,7 @@ from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.registry import make_environment, tasks_of, tracker_makers
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox
-from agentrl.plugins.types import Json
+from agentrl.plugins.types import Json, Task
 from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import EngineSection, EnvSection, ModelSection, NewModel, Recipe, RewardsSection, SftSection
@@ -250,7 +250,7 @@ def _prepare(job: _Job, folder: RunFolder | None, restarted: bool, interrupts: I
         return Start(played, job.name, folder, saved, checked, display, interrupts, stack.pop_all(), mirror=mirror)
 
 
-def _check_demonstrations(env: Environment, section: SftSection, tasks: Sequence[Any]) -> None:
+def _check_demonstrations(env: Environment, section: SftSection, tasks: Sequence[Task]) -> None:
     """Ask for one of each style, before anything is made. Raises UserError where there is none."""
     if not len(tasks):
         raise UserError(f"environment {env.name!r} has no task in train")

@@ -5,12 +5,12 @@ advantage 1 for each token: the mean cross entropy of what was said.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from agentrl.learner.learner import Learner, learned
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
+from agentrl.plugins.types import Json
 from agentrl.recipe.schema import AlgorithmSection, EnvSection, LossSection, Recipe, RewardsSection, SftStage
 from agentrl.rollout.metrics import reward_metrics
 from agentrl.sft.demonstrations import Demonstrator
@@ -28,6 +29,8 @@ from agentrl.training.display import Display, sparkline
 from agentrl.training.loop import Loop
 from agentrl.training.rollouts import Rollouts, StepGroups
 from agentrl.trajectory import Group, Trajectory
+
+T = TypeVar("T")
 
 DEMONSTRATED = 1000
 """Steps of a stage of demonstrations that does not say how many."""
@@ -193,7 +196,7 @@ class LessonRollouts(Rollouts):
         check_lengths(self._context, made)
         return made
 
-    def learn(self, work: Any) -> Any:
+    def learn(self, work: Callable[[], T]) -> T:
         """Run the update. It is not interrupted."""
         return work()
 
@@ -204,10 +207,10 @@ class LessonRollouts(Rollouts):
     def sync_engine(self) -> None:
         self._interrupts.complete(lambda: self._player.engine.update_weights(self._trained, self._weights()))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         return {**super().state(), "conversations": self._digest}
 
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+    def restore(self, step: int, state: Mapping[str, Json]) -> None:
         if state.get("conversations", "") != self._digest:
             raise UserError("--resume: sft.source does not hold what the run began with: start a new run")
         super().restore(step, state)
@@ -237,7 +240,7 @@ class SftLoop(Loop):
             self.display.note(f"step {self.step:>4}  held-out loss: {metrics[HELD_OUT]:.4f}")
         return found, metrics
 
-    def _evaluate_when_due(self, step: int) -> dict[str, Any]:
+    def _evaluate_when_due(self, step: int) -> dict[str, Json]:
         if self.held_out.choosing is not None:
             return super()._evaluate_when_due(step)
         every = self.recipe.eval.every
@@ -255,7 +258,7 @@ class SftDisplay(Display):
         self.steps, self.every = steps, max(1, steps // LINES)
         self._progress.update(self._bar, total=steps)
 
-    def _more(self, metrics: Mapping[str, Any]) -> str:
+    def _more(self, metrics: Mapping[str, Json]) -> str:
         return f"lr {metrics['train/lr']:.2e}  "
 
     def _curve(self) -> str:

@@ -8,12 +8,12 @@ import json
 from array import array
 from collections.abc import Sequence
 
-from agentrl.chat.base import Chat, Seeing
+from agentrl.chat.base import Chat, Seeing, images_in
 from agentrl.chat.encode import Encoder
 from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.errors import UserError
-from agentrl.images import ImageSpan, stored
+from agentrl.images import stored
 from agentrl.plugins.types import Json, Message
 from agentrl.rollout.request import AsyncRolloutRequest, Conversation
 
@@ -33,14 +33,10 @@ class Writer:
         talk.messages[:] = opening
         talk.opening_messages = talk.opening_messages or tuple(opening)
         ids = array("i", self.chat.render(opening, schemas))
-        talk.open_with(ids, self._images_in(ids, opening))
+        talk.open_with(ids, images_in(self.chat, ids, opening))
 
     def say(
-        self,
-        request: AsyncRolloutRequest,
-        talk: Conversation,
-        message: Message,
-        schemas: Sequence[dict[str, Json]],
+        self, request: AsyncRolloutRequest, talk: Conversation, message: Message, schemas: Sequence[dict[str, Json]]
     ) -> list[int]:
         """Write an assistant's turn; return its ids. The caller adds the message to `talk.messages`."""
         ids = self.turn(talk.messages, message, schemas)
@@ -57,14 +53,11 @@ class Writer:
         """Write what follows a turn of these ids."""
         messages = self._shown(messages)
         ids = self.chat.bridge(turn, messages)
-        talk.add_bridge(ids, self._images_in(ids, messages))
+        talk.add_bridge(ids, images_in(self.chat, ids, messages))
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with their images in the store, where the model sees."""
         return list(map(stored, messages)) if isinstance(self.chat, Seeing) else list(messages)
-
-    def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[ImageSpan]:
-        return self.chat.images_in(ids, messages) if isinstance(self.chat, Seeing) else ()
 
     def turn(
         self, before: Sequence[Message], message: Message, schemas: Sequence[dict[str, Json]], *, whole: bool = False

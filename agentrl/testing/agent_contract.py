@@ -5,14 +5,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import Agent, AgentClient, FunctionAgent, Outcome, agent_of, make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Task
+from agentrl.plugins.types import Json, Message, Task
 from agentrl.recipe.schema import AgentSection, RolloutSection
 from agentrl.rollout.agent import AgentRequest
 from agentrl.rollout.conversation_tree import Node
@@ -22,21 +22,24 @@ from agentrl.testing.play import Agent as Answers
 from agentrl.testing.play import Holder, Stage, for_whole_task, turns_of
 from agentrl.trajectory import Trajectory
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 END_SECONDS = 10.0
 """What an agent may take to end once it was refused a call, or was stopped."""
 
 
 def check_agent(
-    agent: Callable[..., Any] | Agent | type[Agent] | str | Sequence[str],
+    agent: Callable[..., object] | Agent | type[Agent] | str | Sequence[str],
     env: Environment | type[Environment] | str,
     answers: Answers,
     *,
-    args: Mapping[str, Any] | None = None,
+    args: Mapping[str, Json] | None = None,
     tools: Sequence[Tool | str] = (),
     tasks: int = 2,
     branches: bool = False,
     deterministic: bool = True,
-    limits: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Json] | None = None,
     sessions: int = 8,
 ) -> None:
     """Raise AssertionError, one line, for the first promise that an agent does not keep.
@@ -68,7 +71,7 @@ def check_agent(
     run_checks(work)
 
 
-def _made(agent: Any, args: dict[str, Any]) -> Agent:
+def _made(agent: object, args: dict[str, Json]) -> Agent:
     try:
         if isinstance(agent, str):
             return make_agent(AgentSection(name=agent, args=args))
@@ -88,8 +91,8 @@ class _Watched(Agent):
         if isinstance(agent, FunctionAgent) and not inspect.iscoroutinefunction(agent.function):
             self.agent = replace(agent, function=self._counted(agent.function))
 
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def solve(*given: Any, **args: Any) -> Any:
+    def _counted(self, function: Callable[P, R]) -> Callable[P, R]:
+        def solve(*given: P.args, **args: P.kwargs) -> R:
             self.running.add(mark := object())
             try:
                 return function(*given, **args)

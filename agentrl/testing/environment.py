@@ -10,7 +10,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.rewards import known_parts
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import EnvSection, RolloutSection
 from agentrl.rollout.hooks import STEP
 from agentrl.testing.hooks import (
@@ -41,7 +41,7 @@ def check_environment(
     tools: Sequence[Tool | str] = (),
     tasks: int = 4,
     disjoint: bool = True,
-    limits: Mapping[str, Any] | None = None,
+    limits: Mapping[str, Json] | None = None,
     sessions: int = 16,
 ) -> None:
     """Raise AssertionError, one line, for the first promise that an environment does not keep.
@@ -68,7 +68,7 @@ async def _check(
     tools: Sequence[Tool | str],
     tasks: int,
     disjoint: bool,
-    limits: dict[str, Any],
+    limits: dict[str, Json],
     sessions: int,
 ) -> None:
     made, second = made_environment(env), None if isinstance(env, Environment) else made_environment(env)
@@ -266,7 +266,7 @@ class _Contract:
         require(not released, f"{self.what}: after a request that was cancelled: {'; '.join(released)}")
 
 
-def _is_message(message: Any) -> bool:
+def _is_message(message: object) -> bool:
     return (
         isinstance(message, Mapping)
         and message.get("role") in _ROLES

@@ -130,7 +130,7 @@ def _require_takes(tool: Tool, properties: Mapping[str, Json], what: str) -> Non
             )
 
 
-def _defaulted(schema: Any) -> bool:
+def _defaulted(schema: object) -> bool:
     return isinstance(schema, Mapping) and "default" in schema
 
 
@@ -175,7 +175,7 @@ def sizes(plugin: object) -> dict[str, int]:
     return {name: len(value) for name, value in held.items() if isinstance(value, dict | list | set)}
 
 
-async def require_no_growth(plugin: object, what: str, many: Callable[[], Awaitable[Any]]) -> None:
+async def require_no_growth(plugin: object, what: str, many: Callable[[], Awaitable[object]]) -> None:
     """Check that what it holds does not grow with the sessions that it has served. (A first round may fill pools and
     caches.)"""
     await many()

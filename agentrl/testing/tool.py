@@ -23,7 +23,7 @@ from agentrl.testing.hooks import (
 from agentrl.testing.play import Alone, Stage
 
 _HELD = 16  # turns of conversations that a call of a tool may hold
-Call = Mapping[str, Any] | tuple[Mapping[str, Any], str]
+Call = Mapping[str, Json] | tuple[Mapping[str, Json], str]
 """The arguments of a call, or those and a text that its answer must hold."""
 
 
@@ -31,7 +31,7 @@ def check_tool(
     tool: Tool | type[Tool] | str,
     calls: Sequence[Call] = (),
     *,
-    wrong: Sequence[Mapping[str, Any]] = (),
+    wrong: Sequence[Mapping[str, Json]] = (),
     create_kwargs: Mapping[str, Json] | None = None,
     execute_kwargs: Mapping[str, Json] | None = None,
     deterministic: bool = True,
@@ -121,7 +121,7 @@ class _Contract:
         self,
         tool: Tool,
         calls: Sequence[Call],
-        wrong: Sequence[Mapping[str, Any]],
+        wrong: Sequence[Mapping[str, Json]],
         create_kwargs: Mapping[str, Json] | None,
         execute_kwargs: Mapping[str, Json] | None,
     ) -> None:

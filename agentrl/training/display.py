@@ -15,6 +15,7 @@ from rich.text import Text
 
 from agentrl.errors import UserError
 from agentrl.eval.result import Accuracy
+from agentrl.plugins.types import Json
 from agentrl.recipe.secrets import masked_text
 from agentrl.terminal import terminal
 
@@ -33,7 +34,7 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
     return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int((m - low) / span * len(SPARKS))))] for m in means)
 
 
-def _selected(metrics: Mapping[str, Any]) -> str:
+def _selected(metrics: Mapping[str, Json]) -> str:
     """Return how many groups of those sampled a step trains on; empty where it trains on all."""
     if "groups/kept" not in metrics:
         return ""
@@ -127,7 +128,7 @@ class Display:
         """Start the clock from which the time left is estimated, before the first step."""
         self._start = monotonic()
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Show a finished step and its metrics."""
         self.latest = dict(metrics)
         self.values.append(metrics[self.followed[1]])
@@ -147,7 +148,7 @@ class Display:
         done = step - self.first_step
         return (monotonic() - self._start) / done * (self.steps - step) if done > 0 else None
 
-    def _line(self, step: int, metrics: Mapping[str, Any]) -> str:
+    def _line(self, step: int, metrics: Mapping[str, Json]) -> str:
         left = self.time_left(step)
         (name, key, (form, _)), (unit, speed) = self.followed, self.speed
         return (
@@ -156,7 +157,7 @@ class Display:
             + (f"  {clock(left)} left" if left is not None else "")
         )
 
-    def _more(self, metrics: Mapping[str, Any]) -> str:
+    def _more(self, metrics: Mapping[str, Json]) -> str:
         """Return what a step's line says between its value and its speed."""
         return _selected(metrics)
 

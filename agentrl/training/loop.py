@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any
 
 from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved
 from agentrl.checkpoint.run_folder import RunFolder
@@ -23,6 +22,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Finding, Health
 from agentrl.learner.roles import RoleHost
 from agentrl.plugins.mixture import environment_of
+from agentrl.plugins.types import Json
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.hooks import STEP
@@ -78,11 +78,11 @@ class Loop:
     """Held-out accuracy before the first step, by split."""
     after: dict[str, Accuracy] = field(default_factory=dict)
     """Held-out accuracy after the last step, by split."""
-    _sampler: dict[str, Any] = field(default_factory=dict)  # the state of `rollouts` after `step`
+    _sampler: dict[str, Json] = field(default_factory=dict)  # the state of `rollouts` after `step`
     _updates: int = 0  # the learner's number of updates after `step`
     _kl_coef: float = 0.0  # the learner's coefficient of the KL after `step`
     _saved: int = -1  # step of the last checkpoint
-    _unwritten: dict[str, Any] | None = None  # the row that could not be appended to metrics.jsonl
+    _unwritten: dict[str, Json] | None = None  # the row that could not be appended to metrics.jsonl
     _accuracy: float | None = None  # accuracy of `step` on the split that chooses the best checkpoint, if evaluated
     _weights_checked: bool = False
     _findings: list[Finding] = field(default_factory=list)  # those of the next row of metrics
@@ -144,7 +144,7 @@ class Loop:
             self.save()
         self.checkpoints.check()
 
-    def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
+    def _update(self, step: int, groups: Sequence[Group]) -> dict[str, Json]:
         start = perf_counter()
         shown = (span.hash for group in groups for t in group.trajectories for span in t.images)
         STORE.copy(shown, self.folder.path / IMAGES)  # for workers, also where another run stored them
@@ -153,7 +153,7 @@ class Loop:
         seconds = perf_counter() - start
         return metrics | {"time/train_s": seconds, "train/tokens_per_s": metrics.get("train/tokens", 0) / seconds}
 
-    def _finish_step(self, groups: Sequence[Group], metrics: dict[str, Any], start: float) -> None:
+    def _finish_step(self, groups: Sequence[Group], metrics: dict[str, Json], start: float) -> None:
         """Publish, report and evaluate after the update; add to `metrics`. start: perf_counter() as the step began."""
         step, trained = self.step, perf_counter()
         with self.profiler.phase(SYNC, step):
@@ -164,7 +164,7 @@ class Loop:
         self.journal.step(step, groups, self.learner.learned)
         metrics |= self._evaluate_when_due(step)
 
-    def _evaluate_when_due(self, step: int) -> dict[str, Any]:
+    def _evaluate_when_due(self, step: int) -> dict[str, Json]:
         """Evaluate the split that chooses the best checkpoint when it is due, and all reported ones after the last
         step."""
         every, choosing, last = self.recipe.eval.every, self.held_out.choosing, step == self.rollouts.steps
@@ -202,7 +202,7 @@ class Loop:
         if line := failures(what, groups):
             self.display.note(line)
 
-    def _report_missing(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _report_missing(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Report a step for which dynamic sampling found fewer groups than it wants."""
         kept, needed = metrics.get("groups/kept", 0), self.recipe.rollout.tasks
         if self.recipe.algorithm.dynamic_sampling is not None and kept < needed:
@@ -225,7 +225,7 @@ class Loop:
             self.display.note(finding.line)
         self._findings += findings
 
-    def _log(self, metrics: Mapping[str, Any]) -> None:
+    def _log(self, metrics: Mapping[str, Json]) -> None:
         self._find(self.health.step(metrics))
         row = dict(metrics) | ({"health": [finding._asdict() for finding in self._findings]} if self._findings else {})
         self._findings = []
@@ -255,7 +255,7 @@ class Loop:
         if self.folder.gone:  # a new folder would hold a checkpoint without its recipe
             raise FileNotFoundError(errno.ENOENT, "deleted", str(self.folder.path))
         self.display.phase("saving")
-        extra: dict[str, Any] = {"sampler": self._sampler, "before": self.before, "unwritten": self._unwritten}
+        extra: dict[str, Json] = {"sampler": self._sampler, "before": self.before, "unwritten": self._unwritten}
         if self.recipe.algorithm.kl_target is not None:
             extra["kl_coef"] = self._kl_coef
         rated = None if self._accuracy is None else (self.held_out.choosing, self._accuracy)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from agentrl.compute.classifier import classifier_config
 from agentrl.data.sampler import TaskSampler, filtered, make_sampler
 from agentrl.engine.base import engine_class, launched_by
 from agentrl.errors import UserError, describe
-from agentrl.eval.evaluate import choosing_split, chosen_splits
+from agentrl.eval.evaluate import check_tasks, choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.advantages import PART, PART_WEIGHT, with_advantages
 from agentrl.learner.streams import chosen
@@ -103,8 +102,7 @@ def check_run(recipe: Recipe) -> Checked:
     choosing = choosing_split(env, recipe, splits)
     tasks = tasks_of(env, "train")
     needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
-    if empty := [split for split in needed if not len(tasks_of(env, split))]:
-        raise UserError(f"environment {env.name!r} (source {recipe.env.source}) has no task in {', '.join(empty)}")
+    check_tasks(env, needed, recipe)
     sampler = make_sampler(recipe.data, tasks, recipe.train.seed)
     sampler.excluded = filtered(recipe.data, tasks)
     return Checked(env, splits, choosing, tasks, sampler, trackers, placement_of(recipe))
@@ -267,7 +265,7 @@ def _lacking_cluster(recipe: Recipe) -> list[str]:
     return [f"needed: one node with {needed} CPUs{parts}; there: this machine with {there} CPUs. {REMEDY}"]
 
 
-def _error_line(check: Callable[[], Any]) -> list[str]:
+def _error_line(check: Callable[[], object]) -> list[str]:
     """Return the message of the UserError that `check` raises."""
     try:
         check()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.held_out import solved_by
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import DataSection, Recipe
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
@@ -35,7 +35,7 @@ class StepGroups:
 
     groups: list[Group]
     """Those that are trained on."""
-    metrics: dict[str, Any]
+    metrics: dict[str, Json]
     """Of all that were sampled."""
     left_out: Sequence[Group] = ()
     """Those that `algorithm.filter` left out."""
@@ -99,11 +99,11 @@ class Rollouts(ABC):
                 self._sampler.learn(index, solved, [t.reward for t in samples])
         return {"data/epoch": self._sampler.progress} if self._selects or self._recipe.data != DataSection() else {}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         """Return the state, as JSON values, from which a resumed run chooses the same next tasks."""
         return self._sampler.state()
 
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+    def restore(self, step: int, state: Mapping[str, Json]) -> None:
         """Continue from `state`, which `state()` returned after step `step`."""
         self._sampler.restore(dict(state))
 
@@ -143,10 +143,10 @@ class SerialRollouts(Rollouts):
         index = self._outstanding.pop(0) if self._outstanding else self._sampler.draw(1)[0]
         return index, self._tasks[index]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         return {**super().state(), **({"outstanding": list(self._outstanding)} if self._outstanding else {})}
 
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+    def restore(self, step: int, state: Mapping[str, Json]) -> None:
         super().restore(step, state)
         self._outstanding = list(state.get("outstanding", ()))
 
@@ -170,7 +170,7 @@ class SerialRollouts(Rollouts):
 class StoredRollouts(SerialRollouts):
     """Rollouts of former runs, a file a step: nothing is sampled, and the engine serves evaluations alone."""
 
-    def __init__(self, files: Sequence[Path], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, files: Sequence[Path], *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._files = files
 
@@ -197,7 +197,7 @@ class StoredRollouts(SerialRollouts):
             return self._interrupts.complete(lambda: in_thread(work))
         return super().learn(work)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         return {**super().state(), "stored": [str(path) for path in self._files]}
 
 
@@ -271,7 +271,7 @@ class OverlappedRollouts(Rollouts):
 
         self._interrupts.complete(update)
 
-    def _staleness(self, flights: Sequence[Flight]) -> dict[str, Any]:
+    def _staleness(self, flights: Sequence[Flight]) -> dict[str, Json]:
         """Return the metrics of staleness: updates between the weights that started a group and those being trained."""
         ages = [self._trained - flight.version for flight in flights]
         return {
@@ -280,10 +280,10 @@ class OverlappedRollouts(Rollouts):
             "rollout/in_flight": self._stream.in_flight,
         }
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         return {**super().state(), "outstanding": self._stream.outstanding, "begun": self._stream.begun}
 
-    def restore(self, step: int, state: Mapping[str, Any]) -> None:
+    def restore(self, step: int, state: Mapping[str, Json]) -> None:
         super().restore(step, state)
         self._published = self._trained = step
         self._stream = self._make_stream(step, state.get("outstanding", ()), state.get("begun"))
@@ -302,7 +302,7 @@ def selection_metrics(groups: Sequence[Group], left_out: Sequence[Group], abando
     }
 
 
-def _with_speed(groups: Sequence[Group], waited: float, elapsed: float) -> dict[str, Any]:
+def _with_speed(groups: Sequence[Group], waited: float, elapsed: float) -> dict[str, Json]:
     """Return the metrics of `groups`. waited: seconds that this step waited for them. elapsed: seconds since the last
     batch, the time over which tokens per second are computed."""
     sampled = sum(t.sampled_tokens for g in groups for t in (*g.trajectories, *g.failed))

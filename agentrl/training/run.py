@@ -7,7 +7,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from agentrl.checkpoint.checkpoints import Checkpoints, NotSaved, Saved
 from agentrl.checkpoint.disk import FULL
@@ -430,6 +429,6 @@ def _describe_changes(keys: list[str], before: Recipe, now: Recipe) -> str:
     return ", ".join(listed + ([f"and {len(keys) - SHOWN} more"] if len(keys) > SHOWN else []))
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = "none" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -25,7 +25,7 @@ from agentrl.learner.teacher import Guide, TeacherRole, filled, opening_of
 from agentrl.learner.teacher_server import TeacherServer
 from agentrl.plugins.environment import is_validation
 from agentrl.plugins.mixture import environment_of, part_of
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.profiling.step import PROFILE, StepProfiler
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
@@ -90,7 +90,7 @@ class Start:
         self.at_end("the mirror", mirror.close)
         return Checkpoints(folder.checkpoints, keep, tokenizer, mirror.saved)
 
-    def at_end(self, what: str, close: Callable[[], Any]) -> None:
+    def at_end(self, what: str, close: Callable[[], object]) -> None:
         """Call `close` when the run ends, however it does. The lines that it may return are printed, and so is what it
         raises: nothing can be lost any more."""
         self.stack.callback(self._close, what, close)
@@ -277,7 +277,7 @@ def with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:
     return recipe.changed(model={"lora": {"start": str(saved.path / ADAPTER)}})
 
 
-def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Json], dict[str, Json]]:
     """Return the held-out accuracies before the run, by split, and the sampler's state. Raises UserError."""
     before, sampler = (saved.extra.get(name) for name in ("before", "sampler"))
     if not isinstance(before, dict) or not all(map(_is_accuracy, before.values())):
@@ -314,7 +314,7 @@ def _read_coefficient(saved: Saved, default: float) -> float:
     return float(found)
 
 
-def _is_accuracy(value: Any) -> bool:
+def _is_accuracy(value: object) -> bool:
     """Whether it is an accuracy with its interval, or without one, as older versions wrote it."""
     first, *interval = value if isinstance(value, list) and len(value) == len(Accuracy._fields) else [value]
     return type(first) in (int, float) and all(type(bound) in (int, float, type(None)) for bound in interval)

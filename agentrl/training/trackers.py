@@ -11,11 +11,10 @@ from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.tracker import Tracker
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl.rollout.trajectory_file import record, row
 from agentrl.threads import DaemonThreads
 from agentrl.trajectory import Group, Trajectory
@@ -43,7 +42,7 @@ class Trackers:
         return bool(self._active)
 
     def start(
-        self, makers: Mapping[str, Callable[[], Tracker]], folder: Path, recipe: Mapping[str, Any], stack: ExitStack
+        self, makers: Mapping[str, Callable[[], Tracker]], folder: Path, recipe: Mapping[str, Json], stack: ExitStack
     ) -> None:
         """Start one tracker for each of `makers` (name -> function that makes it); `stack` finishes them.
 
@@ -61,13 +60,13 @@ class Trackers:
             self._all.append(queue)
             self._active.append(queue)
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Tell every active tracker the metrics of a step; switch off and report those that failed meanwhile."""
         for queue in self._active:
             queue.put(f"step {step}", queue.tracker.log, step, dict(metrics))
         self._report()
 
-    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
+    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Json]]) -> None:
         """Give every active tracker conversations of an evaluation; see `Tracker.conversations`."""
         for queue in self._active:
             queue.put(f"the conversations of {split}", queue.tracker.conversations, step, split, samples)
@@ -112,7 +111,7 @@ class _Queue:
         self._hangs = False
         self._last: Future[None] | None = None
 
-    def start(self, make: Callable[[], Tracker], folder: Path, recipe: Mapping[str, Any]) -> None:
+    def start(self, make: Callable[[], Tracker], folder: Path, recipe: Mapping[str, Json]) -> None:
         """Make and start it, within SECONDS."""
 
         def begin() -> None:
@@ -128,7 +127,7 @@ class _Queue:
             call.cancel()
             raise TimeoutError(f"no answer within {SECONDS:g} s") from None
 
-    def put(self, what: str, function: Callable[..., None], *args: Any) -> None:
+    def put(self, what: str, function: Callable[..., None], *args: object) -> None:
         """Let it call `function` once it has done what it was told before; drop that where too much waits."""
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
@@ -137,7 +136,7 @@ class _Queue:
         elif self._failed is None and not self._hangs:
             self._waiting.append(self._thread.submit(self._take, what, function, *args))
 
-    def _take(self, what: str, function: Callable[..., None], *args: Any) -> None:
+    def _take(self, what: str, function: Callable[..., None], *args: object) -> None:
         if self._failed is not None:
             return
         self._now = what, monotonic()
@@ -197,7 +196,7 @@ def samples_of(
     solved: Callable[[Trajectory], bool],
     environment: Callable[[Task], str],
     secrets: Sequence[str],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Json]]:
     """Return at most SAMPLES conversations of an evaluation for trackers, half of them unsolved where there are as
     many: the first sample of each task, in the order of the tasks, so that evaluations show the same ones."""
     first = [group.trajectories[0] for group in groups if group.trajectories]

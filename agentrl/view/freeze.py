@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from agentrl.plugins.types import Json
 from agentrl.view.assets import MODULES, Ranges, page_file
-from agentrl.view.store import Json, RunStore, Why, column
+from agentrl.view.store import RunStore, Why, column
 
 EACH = 12
 """Samples that are kept of an evaluation, two thirds of them failures."""
@@ -241,7 +241,7 @@ def _of_rows(facts: Json, rows: Sequence[int], without: Iterable[int]) -> Json:
     return columns | {"at": rows, "tasks": {task: facts["tasks"].get(task, {}) for task in tasks}}
 
 
-def _some(previews: Mapping[str, Any], facts: Json, rows: Iterable[int]) -> Json:
+def _some(previews: Mapping[str, Json], facts: Json, rows: Iterable[int]) -> Json:
     tasks = {column(facts, "task")[row] for row in rows}
     return {task: previews[task] for task in sorted(tasks) if task in previews}
 

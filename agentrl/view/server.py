@@ -18,8 +18,9 @@ from typing import Any
 from aiohttp import web
 
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl.view.assets import MODULES, Ranges, page_file
-from agentrl.view.store import Json, RunStore, Why
+from agentrl.view.store import RunStore, Why
 
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 POLICY = (

@@ -18,9 +18,8 @@ from agentrl.checkpoint.run_folder import CHECKPOINTS, LOCK, METRICS, RECIPE, TR
 from agentrl.errors import UserError
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import shown
+from agentrl.plugins.types import Json
 
-Json = Any
-"""What `json.dumps` takes."""
 Why = Callable[[Path, Path | None, Callable[[int], str] | None], Json]
 """From a file of trajectories, that of the first evaluation of its split (if it is another), and a function from a
 token id to its text (if there is a tokenizer): why samples failed."""
@@ -358,7 +357,7 @@ def _packed(values: Json) -> Json:
     return values
 
 
-def column(facts: Json, name: str) -> list[Any]:
+def column(facts: Json, name: str) -> list[Json]:
     """Return a column of an index with one value a sample."""
     values = facts[name]
     return values if isinstance(values, list) else [values] * facts["rows"]
@@ -404,7 +403,7 @@ def _numbers(values: Any, digits: int) -> list[float | None]:
     return found
 
 
-def _number(value: Any, digits: int) -> float | None:
+def _number(value: Json, digits: int) -> float | None:
     """Return a number rounded, None where it is not finite."""
     if not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
         return None
@@ -455,11 +454,11 @@ def _index_of_records(path: Path) -> Json:
     return found
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: Json) -> list[Json]:
     return value if isinstance(value, list) else []
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, Json]:
     return value if isinstance(value, dict) else {}
 
 
@@ -555,7 +554,7 @@ def _samples(path: Path, rows: Sequence[int]) -> list[Json | None]:
     return told
 
 
-def _told(path: Path, record: Mapping[str, Any]) -> Json:
+def _told(path: Path, record: Mapping[str, Json]) -> Json:
     """Return a record as the page reads it: with every conversation as `told`, and log-probs of five digits."""
     from agentrl.rollout.trajectory_file import conversations
 

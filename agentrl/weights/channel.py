@@ -78,18 +78,13 @@ class WeightChannel:
         self._busy = asyncio.Lock()
 
     async def publish(
-        self,
-        version: int,
-        weights: WeightSource,
-        mode: PauseMode | str = PauseMode.RETRACT,
-        resume: bool = True,
+        self, version: int, weights: WeightSource, mode: PauseMode | str = PauseMode.RETRACT
     ) -> Published:
         """Give every server `weights`, of the trainer's step `version`. Updates follow each other, never overlap.
 
-        mode: what happens to requests in flight; under `in_place` the caches are kept. resume: whether servers generate
-        again at the end. Servers that sleep are woken; those that failed before are tried again. Raises nothing about a
-        server: see `Published.failed`. Raises WeightUpdateError, with every server as it was, when the weights are not
-        intact.
+        mode: what happens to requests in flight; under `in_place` the caches are kept. Servers that sleep are woken;
+        those that failed before are tried again. Raises nothing about a server: see `Published.failed`. Raises
+        WeightUpdateError, with every server as it was, when the weights are not intact.
         """
         mode = PauseMode(mode)
         if not weights.intact():
@@ -115,7 +110,7 @@ class WeightChannel:
             if checking:
                 others: dict[tuple[Any, ...], str] = {}
                 ready = await each(ready, lambda server: check(server, sent, others), failures)
-            ready = await each(ready, lambda server: self._commit(server, version, resume), failures)
+            ready = await each(ready, lambda server: self._commit(server, version), failures)
             self.versions |= dict.fromkeys((s.url for s in ready), version)
             good = tuple(server.url for server in ready)
             return Published(version, self.transport.name, good, failures, sent.bytes, perf_counter() - start)
@@ -157,11 +152,10 @@ class WeightChannel:
         await server.set_version(f"{PARTIAL}{version}")
         await self._take(server, ("weights",))
 
-    async def _commit(self, server: WeightServer, version: int, resume: bool) -> None:
+    async def _commit(self, server: WeightServer, version: int) -> None:
         await server.set_version(str(version))
         await self._take(server, MEMORY)
-        if resume:
-            await server.resume()
+        await server.resume()
 
     async def _release(self, server: WeightServer, tags: tuple[str, ...]) -> None:
         if server.url in self._released:

@@ -91,11 +91,7 @@ def nccl_library() -> Any:
 
 
 async def open_group(
-    servers: Sequence[WeightServer],
-    backend: str,
-    timeout: float,
-    failures: Failures,
-    device: torch.device = CPU,
+    servers: Sequence[WeightServer], backend: str, timeout: float, failures: Failures, device: torch.device = CPU
 ) -> Group:
     """Have all servers join a new group. Raises WeightUpdateError unless all do; those that did not are in `failures`.
     timeout: seconds, also of each broadcast. device: of the tensors."""

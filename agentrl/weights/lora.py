@@ -24,6 +24,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from agentrl.plugins.types import Json
 from agentrl.threads import in_thread
 from agentrl.weights.addresses import same_host
 from agentrl.weights.channel import Published
@@ -41,7 +42,7 @@ class Adapter:
 
     version: int
     """The trainer's step."""
-    config: Mapping[str, Any]
+    config: Mapping[str, Json]
     """PEFT's adapter_config.json."""
     tensors: Sequence[NamedTensor]
     """By PEFT's names (`base_model.model...lora_A.weight`)."""

@@ -12,6 +12,8 @@ from typing import Any, ClassVar
 import aiohttp
 import torch
 
+from agentrl.plugins.types import Json
+
 Layout = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 """Name, dtype and shape of tensors, in the order in which they are sent."""
 
@@ -122,7 +124,7 @@ class WeightServer(ABC):
         """Prepare for `load_packed`; of vLLM alone."""
         raise WeightUpdateError(f"{self.url} opens no memory by handles")
 
-    async def load_packed(self, layout: Layout, handle: tuple[Any, ...], flush: bool) -> None:
+    async def load_packed(self, layout: Layout, handle: tuple[object, ...], flush: bool) -> None:
         """Load tensors that lie one after the other in memory that `handle` opens; of vLLM alone."""
         raise WeightUpdateError(f"{self.url} opens no memory by handles")
 
@@ -152,7 +154,7 @@ class WeightServer(ABC):
         """Load an adapter from `folder`, as PEFT saves one, a path that the server can read."""
 
     @abstractmethod
-    async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payload: str) -> None:
+    async def load_adapter_tensors(self, name: str, config: Mapping[str, Json], payload: str) -> None:
         """Load an adapter by value. config: PEFT's adapter_config.json. payload: base64, the pickled tensors by PEFT's
         names."""
 
@@ -176,10 +178,10 @@ class WeightServer(ABC):
     async def checksums(self) -> list[dict[str, str]]:
         """Return for each rank: parameter name -> hash of its bytes."""
 
-    async def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, Json]) -> dict[str, Json]:
         return await self._call("POST", path, body)
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, body: Mapping[str, Json] | None) -> dict[str, Json]:
         """Return the answer's JSON ({} when it has none)."""
         try:
             try:
@@ -199,6 +201,6 @@ class WeightServer(ABC):
             raise WeightUpdateError(f"{self.url}{path} answered {status}: {' '.join(str(message).split())[:300]}")
         return found
 
-    async def _once(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, str]:
+    async def _once(self, method: str, path: str, body: Mapping[str, Json] | None) -> tuple[int, str]:
         async with self._session.request(method, self.url + path, json=body, timeout=self._timeout) as answer:
             return answer.status, await answer.text()

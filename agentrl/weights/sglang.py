@@ -1,8 +1,8 @@
 """`SglangServer`: an SGLang server's calls about weights."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from agentrl.plugins.types import Json
 from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer, WeightUpdateError
 
 
@@ -85,7 +85,7 @@ class SglangServer(WeightServer):
         """Load an adapter from `folder`, as PEFT saves one, a path that the server can read."""
         await self._post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
-    async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payload: str) -> None:
+    async def load_adapter_tensors(self, name: str, config: Mapping[str, Json], payload: str) -> None:
         """Load an adapter by value. config: PEFT's adapter_config.json. payload: base64, the pickled tensors by PEFT's
         names."""
         ranks = (await self.facts()).ranks  # each reads its own copy

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.cuda import nccl as _nccl
 
+from agentrl.plugins.types import Json
 from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer, WeightUpdateError
 
 nccl: Any = _nccl  # torch leaves it untyped
@@ -79,7 +80,7 @@ class VllmServer(WeightServer):
             await self._rpc("reload_weights", weights_path=folder)
         await self._drop_caches(flush)
 
-    async def load_packed(self, layout: Layout, handle: tuple[Any, ...], flush: bool) -> None:
+    async def load_packed(self, layout: Layout, handle: tuple[object, ...], flush: bool) -> None:
         """Load tensors that lie one after the other in memory of its own GPU; it has copied them when it answers.
         handle: of `shared_memory.exported`; equal ones in one update are opened once."""
         info = {
@@ -123,7 +124,7 @@ class VllmServer(WeightServer):
     async def load_adapter(self, name: str, folder: str) -> None:
         await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
 
-    async def load_adapter_tensors(self, name: str, config: Mapping[str, Any], payload: str) -> None:
+    async def load_adapter_tensors(self, name: str, config: Mapping[str, Json], payload: str) -> None:
         raise WeightUpdateError(f"{self.url} reads adapters from folders only, and does not see this machine's files")
 
     async def drop_adapter(self, name: str) -> None:
@@ -177,7 +178,7 @@ class VllmServer(WeightServer):
         await self._post("/collective_rpc", {"method": method, "kwargs": arguments})
 
 
-def facts_in(info: Mapping[str, Any]) -> Facts:
+def facts_in(info: Mapping[str, Json]) -> Facts:
     """Read the answer of /server_info, asked for as JSON. Raises WeightUpdateError where it is not one."""
     try:
         config = info["vllm_config"]
@@ -211,7 +212,7 @@ def _nccl_in(system: object) -> str | None:
     return None if found is None else found[1]
 
 
-def _names(layout: Layout) -> dict[str, Any]:
+def _names(layout: Layout) -> dict[str, Json]:
     names, dtypes, shapes = zip(*layout, strict=True)
     return {
         "names": names,

@@ -8,7 +8,7 @@ import pytest
 from fakes import Env, ScriptedEngine
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
-from agentrl.offline.tasks import live_tasks
+from agentrl.offline.replay import live_tasks
 from agentrl.offline.turns import Script, Spoken, StoredTurns, _typed
 from agentrl.plugins.types import Task
 from agentrl.testing.agent import call

@@ -15,7 +15,7 @@ ROOMS = (
     "cli", "doctor", "sft", "offline", "training", "distributed", "profiling", "learner", "view", "eval", "testing",
     "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models",
     "plugins", "cluster", "recipe", "scaffold", "images", "remote", "terminal", "threads", "process_tree",
-    "errors",
+    "jsonable", "errors",
 )  # fmt: skip
 """From the top; a room imports itself and what lies below it, nothing else."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of, tiny
 
-from agentrl.weights import ModelWeights, SglangServer, WeightChannel, open_channel
+from agentrl.weights import ModelWeights, PauseMode, SglangServer, WeightChannel, open_channel
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
@@ -112,7 +112,8 @@ async def test_abort_ends_what_is_in_flight(channel: WeightChannel, session, sgl
 
 async def test_a_request_waits_while_its_server_is_paused(channel: WeightChannel, session, sglang_url):
     model = altered(10)
-    await channel.publish(10, ModelWeights(model), resume=False)
+    await channel.publish(10, ModelWeights(model))
+    await channel.servers[0].pause(PauseMode.RETRACT)
     waiting = asyncio.create_task(ask(session, sglang_url))
     await asyncio.sleep(0.3)
     assert not waiting.done()

@@ -4,15 +4,13 @@ They are short so that you can copy one and make it yours: what trains a model i
 key are the gateway's.
 """
 
-from typing import Any
-
 from agentrl.plugins.agent import AgentClient
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 
 
 async def chat_completions(task: Task, client: AgentClient, turns: int = 6) -> str:
     """Solve a task over the Chat Completions API. turns: answers of the model at most. Returns the last answer."""
-    messages: list[Any] = list(client.messages)
+    messages: list[Json] = list(client.messages)
     async with client.openai() as openai:
         for _ in range(turns):
             found = await openai.chat.completions.create(
@@ -30,7 +28,7 @@ async def chat_completions(task: Task, client: AgentClient, turns: int = 6) -> s
 
 async def responses(task: Task, client: AgentClient, turns: int = 6) -> str:
     """Solve a task over the Responses API, the conversation kept by the gateway. Returns the last answer."""
-    say: list[Any] = [{**message, "content": _inputs(message["content"])} for message in client.messages]
+    say: list[Json] = [{**message, "content": _inputs(message["content"])} for message in client.messages]
     tools = [{"type": "function", **tool["function"]} for tool in client.tools]
     before: str | None = None
     async with client.openai() as openai:
@@ -51,10 +49,10 @@ async def responses(task: Task, client: AgentClient, turns: int = 6) -> str:
 async def anthropic_messages(task: Task, client: AgentClient, turns: int = 6) -> str:
     """Solve a task over the Messages API by the `anthropic` SDK. Returns the last answer."""
     system = "\n".join(str(m["content"]) for m in client.messages if m["role"] == "system")
-    messages: list[Any] = [{**m, "content": _blocks(m["content"])} for m in client.messages if m["role"] != "system"]
+    messages: list[Json] = [{**m, "content": _blocks(m["content"])} for m in client.messages if m["role"] != "system"]
     functions = [tool["function"] for tool in client.tools]
     tools = [{**{k: f[k] for k in ("name", "description")}, "input_schema": f["parameters"]} for f in functions]
-    options: dict[str, Any] = {"system": system} if system else {}
+    options: dict[str, Json] = {"system": system} if system else {}
     async with client.anthropic() as anthropic:
         for _ in range(turns):
             found = await anthropic.messages.create(
@@ -72,23 +70,23 @@ async def anthropic_messages(task: Task, client: AgentClient, turns: int = 6) ->
     return "".join(block.text for block in found.content if block.type == "text")
 
 
-def _inputs(content: Any) -> Any:
+def _inputs(content: object) -> Json:
     """Return a content of the Chat Completions API, text or texts and images, as the Responses API has it."""
     return [_input(part) for part in content] if isinstance(content, list) else content
 
 
-def _input(part: Any) -> Any:
+def _input(part: Json) -> Json:
     if part["type"] == "image_url":
         return {"type": "input_image", "image_url": part["image_url"]["url"]}
     return {"type": "input_text", "text": part["text"]}
 
 
-def _blocks(content: Any) -> Any:
+def _blocks(content: object) -> Json:
     """Return a content of the Chat Completions API as the Messages API has it."""
     return [_block(part) for part in content] if isinstance(content, list) else content
 
 
-def _block(part: Any) -> Any:
+def _block(part: Json) -> Json:
     if part["type"] != "image_url":
         return part
     kind, _, data = part["image_url"]["url"].removeprefix("data:").partition(";base64,")

@@ -130,8 +130,7 @@ def _skeleton(section: ModelSection) -> Any:
 def _open(section: ModelSection, seed: int, headless: bool = False) -> Source:
     whole = section.model_copy(update={"device": "cpu"})
     return open_source(
-        partial(stream_model, section, seed, headless=headless),
-        lambda: load_model(whole, seed, headless=headless)[0],
+        partial(stream_model, section, seed, headless=headless), lambda: load_model(whole, seed, headless=headless)[0]
     )
 
 

@@ -93,7 +93,7 @@ def _run(root: Root, computation: Any, candidates: Candidates) -> Any:
     return _first(root(*candidates.probe))
 
 
-def _first(found: Any) -> Any:
+def _first(found: object) -> Any:
     """Return the log-probs where there are entropies too."""
     return found[0] if isinstance(found, tuple) else found
 

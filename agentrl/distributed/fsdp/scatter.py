@@ -31,7 +31,7 @@ class Source:
     """What people need to know."""
 
 
-def open_source(stream: Callable[[], tuple[Any, Read]], whole: Callable[[], Any]) -> Source:
+def open_source(stream: Callable[[], tuple[object, Read]], whole: Callable[[], object]) -> Source:
     """Read the files of a model one tensor at a time by `stream`, or, if that raises NotStreamed because the files hold
     other tensors than the modules do, load the model by `whole`."""
     try:

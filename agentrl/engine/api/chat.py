@@ -3,11 +3,10 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.images import ImageSpan, sent_part
-from agentrl.plugins.types import Message
+from agentrl.plugins.types import Json, Message
 
 CHARACTERS_A_TOKEN = 4  # of English text, to estimate the length of tool results
 FILLER = 0  # an id without a meaning
@@ -20,23 +19,23 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._pieces: dict[int, Any] = {}
+        self._pieces: dict[int, Json] = {}
         self._openings: dict[str, int] = {}
         self._next = FILLER + 1
 
-    def add(self, piece: Any, length: int = 1) -> list[int]:
+    def add(self, piece: Json, length: int = 1) -> list[int]:
         """Store `piece`; return `length` ids, of which the first stands for it."""
         self._pieces[self._next] = piece
         self._next += 1
         return [self._next - 1] + [FILLER] * (length - 1)
 
-    def opening(self, key: str, piece: Any) -> list[int]:
+    def opening(self, key: str, piece: Json) -> list[int]:
         """Store an opening; return its id, which is equal for equal keys: the samples of a task share their opening."""
         if key not in self._openings:
             (self._openings[key],) = self.add(piece)
         return [self._openings[key]]
 
-    def find(self, ids: Sequence[int]) -> list[Any]:
+    def find(self, ids: Sequence[int]) -> list[Json]:
         """Return the pieces that `ids` stand for, in order. Raises KeyError for an unknown id."""
         return [self._pieces[i] for i in ids if i != FILLER]
 
@@ -52,9 +51,9 @@ class Ledger:
 class Opening:
     """The start of a conversation, in the format of the API."""
 
-    messages: tuple[dict[str, Any], ...]
+    messages: tuple[dict[str, Json], ...]
     """The first messages."""
-    tools: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Json], ...]
     """The schemas of the tools."""
 
 
@@ -71,7 +70,7 @@ class ApiChat:
     def __init__(self, ledger: Ledger, description: str) -> None:
         self._ledger, self.description = ledger, description
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
         opening = Opening(tuple(map(_plain_message, messages)), tuple(tools))
         return self._ledger.opening(json.dumps([opening.messages, opening.tools], sort_keys=True), opening)
 
@@ -98,7 +97,7 @@ class ApiChat:
         return [0] * -(-len(text) // CHARACTERS_A_TOKEN)
 
 
-def _call(call: dict[str, Any]) -> ParsedCall:
+def _call(call: dict[str, Json]) -> ParsedCall:
     name, raw = call["function"]["name"], call["function"].get("arguments") or "{}"
     try:
         arguments = json.loads(raw)
@@ -109,26 +108,26 @@ def _call(call: dict[str, Any]) -> ParsedCall:
     return ParsedCall(name, arguments, raw, id=call.get("id"))
 
 
-def _plain_message(message: Message) -> dict[str, Any]:
+def _plain_message(message: Message) -> dict[str, Json]:
     """Return a message with arguments as JSON text, and without fields that the API does not know
     (`reasoning_content`, `name`)."""
-    sent: dict[str, Any] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
+    sent: dict[str, Json] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
     if calls := message.get("tool_calls"):
         sent["tool_calls"] = [{**call, "function": _function(call["function"])} for call in calls]
     return sent
 
 
-def _function(function: Any) -> dict[str, Any]:
+def _function(function: Json) -> dict[str, Json]:
     arguments = function["arguments"]
     return {**function, "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments)}
 
 
-def outgoing(messages: Sequence[dict[str, Any]], tool_images: str) -> list[dict[str, Any]]:
+def outgoing(messages: Sequence[dict[str, Json]], tool_images: str) -> list[dict[str, Json]]:
     """Return messages as the API takes them: images as `data:` URLs of PNG files. tool_images: `tool`, where it takes
     those of tools in their messages; `user`: they follow the results of a turn in a message of the user. Raises
     UserError: an image is not stored here."""
-    sent: list[dict[str, Any]] = []
-    moved: list[dict[str, Any]] = []
+    sent: list[dict[str, Json]] = []
+    moved: list[dict[str, Json]] = []
     for message in messages:
         if message["role"] != "tool" and moved:
             sent.append({"role": "user", "content": moved})
@@ -146,5 +145,5 @@ def outgoing(messages: Sequence[dict[str, Any]], tool_images: str) -> list[dict[
     return [*sent, {"role": "user", "content": moved}] if moved else sent
 
 
-def _plain(piece: Any) -> Any:
+def _plain(piece: Json) -> Json:
     return [*piece.messages] if isinstance(piece, Opening) else list(piece)

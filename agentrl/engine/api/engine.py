@@ -9,6 +9,7 @@ from agentrl.chat.base import Chat
 from agentrl.engine.api.chat import ApiChat, Ledger, Opening, outgoing
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.errors import UserError, nearest
+from agentrl.plugins.types import Json
 
 FOREVER = 1 << 30  # tokens: the endpoint limits its context itself
 PRICES = ("input", "cached_input", "output")
@@ -44,7 +45,7 @@ class OpenAIEngine(Engine):
         timeout: float = 300.0,
         retries: int = 5,
         max_tokens_key: str | None = None,
-        extra: dict[str, Any] | None = None,
+        extra: dict[str, Json] | None = None,
         prices: dict[str, float] | None = None,
         tool_images: str = "user",
     ) -> None:
@@ -91,7 +92,7 @@ class OpenAIEngine(Engine):
                 self._calls.pop(request_id, None)
         return self._generation(answer, request_id)
 
-    def _body(self, ids: list[int], sampling: Sampling) -> dict[str, Any]:
+    def _body(self, ids: list[int], sampling: Sampling) -> dict[str, Json]:
         opening, *pieces = self._ledger.find(ids)
         assert isinstance(opening, Opening)
         talk = [*opening.messages, *(message for piece in pieces for message in piece)]
@@ -105,7 +106,7 @@ class OpenAIEngine(Engine):
             body["extra_body"] = dict(self._extra)
         return {**body, self._max_tokens_key: sampling.max_tokens}
 
-    def _generation(self, answer: Any, request_id: str) -> Generation:
+    def _generation(self, answer: Json, request_id: str) -> Generation:
         if not getattr(answer, "choices", None):
             raise EngineError(f"{self.name}: the endpoint's answer holds no choice")
         choice = answer.choices[0]
@@ -182,7 +183,7 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:LINE]
 
 
-def _usage(counted: Any) -> dict[str, int]:
+def _usage(counted: Json) -> dict[str, int]:
     """Return the tokens that an endpoint counted; empty where it says nothing."""
     if counted is None:
         return {}
@@ -191,7 +192,7 @@ def _usage(counted: Any) -> dict[str, int]:
     return {"input": counted.prompt_tokens or 0, "cached_input": cached, "output": counted.completion_tokens or 0}
 
 
-def _check_prices(prices: Any) -> None:
+def _check_prices(prices: object) -> None:
     if not isinstance(prices, dict) or not prices.keys() <= set(PRICES):
         unknown = next((str(key) for key in prices if key not in PRICES), "") if isinstance(prices, dict) else ""
         raise UserError(

@@ -83,7 +83,7 @@ class BlockRunner(CachedRunner):
             for i in range(self.shape.layers):
                 self.cache.layer(i, like, like)
 
-    def _fused_step(self, *inputs: Any) -> Tensor:
+    def _fused_step(self, *inputs: object) -> Tensor:
         return fused_step()(self._fused, self.cache.keys, self.cache.values, *inputs)
 
     def _plain_step(

@@ -13,11 +13,20 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling, tell
+from agentrl.engine.base import (
+    Engine,
+    EngineError,
+    Generation,
+    GenerationFinish,
+    IntArray,
+    OnTokens,
+    Sampling,
+    checked_prompt,
+    tell,
+)
 from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.sampler import key_of
@@ -202,21 +211,14 @@ class LocalEngine(Engine):
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _checked(self, ids: Sequence[int], request_id: str) -> Any:
+    def _checked(self, ids: Sequence[int], request_id: str) -> IntArray:
         if self._closed:
             raise EngineError("the engine is closed")
         if self._partial is not None and not self._updating:
             raise EngineError(f"the local engine cannot sample: {self._partial}")
         if request_id in self._requests:
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
-        prompt = np.array(ids, np.int64)
-        if not len(prompt):
-            raise EngineError(f"request {request_id!r} has an empty prompt")
-        low, high = int(prompt.min()), int(prompt.max())
-        if (low < 0 and not self.images) or high >= self._vocab:
-            wrong = low if low < 0 else high
-            raise EngineError(f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocab}")
-        return prompt
+        return checked_prompt(ids, request_id, self._vocab, self.images)
 
     def _start_loop(self) -> None:
         if not self._paused and (self._loop is None or self._loop.done()):

@@ -12,6 +12,7 @@ import orjson
 from pydantic_core import from_json
 
 from agentrl.engine.base import Generation, GenerationFinish, OnTokens, Sampling, tell
+from agentrl.plugins.types import Json
 
 INTERVAL = 128
 """Tokens between two pieces of an answer: what is lost with a server that dies. Each piece costs this process what some
@@ -28,7 +29,7 @@ Ids = Sequence[int] | npt.NDArray[Any]
 """Token ids of a prompt."""
 
 
-def parsed(payload: bytes) -> Any:
+def parsed(payload: bytes) -> Json:
     """Return what a piece of an answer says. Raises ValueError: it is not JSON."""
     try:
         return orjson.loads(payload)
@@ -54,6 +55,24 @@ class Features:
     """Whether a piece of an answer holds only what is new."""
     raw_pixels: bool = False
     """Whether it scales and normalizes pixels itself, and is given them as bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a server is asked to sample."""
+
+    ids: Ids
+    """The prompt, and what is sampled already."""
+    sampling: Sampling
+    """How to sample; `max_tokens` counts what is sampled already."""
+    room: int
+    """How many more tokens it may sample."""
+    rid: str
+    """The request's id."""
+    adapter: str | None = None
+    """Name of one that the server holds."""
+    interval: int = INTERVAL
+    """Tokens between two pieces of the answer."""
 
 
 @dataclass(slots=True)

@@ -8,13 +8,13 @@ import http.client
 import json
 import os
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
 from agentrl.engine.base import EngineError
+from agentrl.plugins.types import Json
 from agentrl.threads import in_thread
 from agentrl.weights.addresses import authorization
 from agentrl.weights.publisher import KEEP_ALIVE_SECONDS
@@ -82,11 +82,11 @@ class Client:
     def __repr__(self) -> str:
         return self.url
 
-    async def get(self, path: str, *, timeout: float = 30.0) -> Any:
+    async def get(self, path: str, *, timeout: float = 30.0) -> Json:
         """Return the JSON that it answers (None: an empty body). Raises ServerError within `timeout` seconds."""
         return await self._call("GET", path, None, timeout)
 
-    async def post(self, path: str, body: Mapping[str, Any], *, timeout: float = 60.0) -> Any:
+    async def post(self, path: str, body: Mapping[str, Json], *, timeout: float = 60.0) -> Json:
         """Post JSON, and return the answer's. timeout: seconds. Raises ServerError."""
         return await self._call("POST", path, body, timeout)
 
@@ -115,7 +115,7 @@ class Client:
         finally:
             connection.close()
 
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[bytes]:
+    async def stream(self, path: str, body: Mapping[str, Json]) -> AsyncGenerator[bytes]:
         """Yield the payloads of the server-sent events that it answers with, as they come, without the closing
         `[DONE]`. body: JSON, in which lists of numbers may be arrays of numpy's.
 
@@ -140,7 +140,7 @@ class Client:
         if not done:
             raise ServerError(f"{self.url}{path}: the answer ended early")
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
+    async def _call(self, method: str, path: str, body: Mapping[str, Json] | None, timeout: float) -> Json:
         session = self._sessions.get()
         try:
             async with asyncio.timeout(timeout), session.request(method, self.url + path, json=body) as response:
@@ -179,7 +179,7 @@ def _line(error: BaseException) -> str:
 def message_of(data: bytes) -> str:
     """Return the message in an error's body, in one line."""
     try:
-        found: Any = json.loads(data)
+        found: Json = json.loads(data)
     except ValueError:
         return _shortened(data)
     for key in ("error", "message", "detail"):
@@ -188,6 +188,6 @@ def message_of(data: bytes) -> str:
     return _shortened(str(found).encode())
 
 
-def _shortened(data: bytes, length: int = _SHOWN) -> str:
+def _shortened(data: bytes) -> str:
     text = " ".join(data.decode(errors="replace").split())
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -8,7 +8,6 @@ import asyncio
 import atexit
 import time
 import uuid
-from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,9 +19,18 @@ import numpy.typing as npt
 import torch
 
 from agentrl.cluster.placement import Launched
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
+from agentrl.engine.base import (
+    Engine,
+    EngineError,
+    Generation,
+    GenerationFinish,
+    IntArray,
+    OnTokens,
+    Sampling,
+    checked_prompt,
+)
 from agentrl.engine.servers.adapters import needs_of
-from agentrl.engine.servers.answer import INTERVAL, STREAM_INTERVAL, Answer, PieceEnd, finish_of
+from agentrl.engine.servers.answer import INTERVAL, STREAM_INTERVAL, Answer, PieceEnd, Wanted, finish_of
 from agentrl.engine.servers.client import LostAdapterError, RefusedError, ServerError
 from agentrl.engine.servers.fleet import Fleet
 from agentrl.engine.servers.kind import ServerKind
@@ -34,14 +42,12 @@ from agentrl.errors import UserError
 from agentrl.images import in_image_thread
 from agentrl.models.routing import ServedExperts
 from agentrl.models.vision import Vision
+from agentrl.plugins.types import Json
 from agentrl.recipe.schema import LoraSection, Recipe
 from agentrl.weights.source import WeightSource
 
 ATTEMPTS = 8
 """Failures of one request, on any servers, before it is given up."""
-IntArray = npt.NDArray[np.integer[Any]]
-"""Ids of a prompt, at each turn the whole conversation so far: lists of thousands take longer to check and to write
-than the answer takes to read."""
 EXPERTS_FLAG = "enable-return-routed-experts"
 """The flag of servers, of either kind, that tell which experts their routers choose."""
 BACK_OFF_SECONDS = 0.1, 2.0
@@ -146,7 +152,7 @@ class ServerEngine(Engine):
         return [*refused, *(cls.kind.faults(given, command) if gpu else []), *unable]
 
     @classmethod
-    def launched(cls, args: Mapping[str, Any]) -> Launched:
+    def launched(cls, args: Mapping[str, Json]) -> Launched:
         """See `Engine.launched`."""
         if args.get("urls"):
             return Launched()
@@ -331,8 +337,7 @@ class ServerEngine(Engine):
         answer.experts = None
         interval = INTERVAL if answer.on_tokens is None else STREAM_INTERVAL
         adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
-        body = self.kind.body(ids, sampling, room - have, rid, member.features, adapter, interval)
-        body |= seen
+        body = self.kind.body(Wanted(ids, sampling, room - have, rid, adapter, interval), member.features) | seen
         if self._experts is not None:
             body |= self.kind.experts_body
         mark, certain = self._fleet.mark, not self._fleet.paused
@@ -366,24 +371,14 @@ class ServerEngine(Engine):
         return end
 
     def _checked(self, ids: Sequence[int], request_id: str) -> IntArray:
-        """Return the prompt as an array of its own. Raises EngineError for one that no server may be given: an id
-        outside the vocabulary would crash it."""
+        """Raises EngineError for a prompt that no server may be given: an id outside the vocabulary would crash it."""
         if self._closed:
             raise EngineError("the engine is closed")
         if not self._fleet.sync.ready:
             raise EngineError("the trainer, in other processes, has sent no weights yet")
         if request_id in self._calls:
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
-        prompt = np.array(ids if isinstance(ids, array) else array("q", ids))
-        if not len(prompt):
-            raise EngineError(f"request {request_id!r} has an empty prompt")
-        low, high = int(prompt.min()), int(prompt.max())
-        if (low < 0 and not self.images) or high >= self._vocabulary:
-            wrong = low if low < 0 and not self.images else high
-            raise EngineError(
-                f"request {request_id!r}: id {wrong} is outside the model's vocabulary of {self._vocabulary}"
-            )
-        return prompt
+        return checked_prompt(ids, request_id, self._vocabulary, self.images)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

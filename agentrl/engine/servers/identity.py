@@ -8,6 +8,7 @@ from agentrl.engine.servers.adapters import AdapterRoom
 from agentrl.engine.servers.answer import Features
 from agentrl.engine.servers.client import Client
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 FIRST_SECONDS = 60.0
 """Time for a server to answer a request, where nothing else is said; the first one may have to compile kernels."""
@@ -111,13 +112,13 @@ def other_weights(client: Client, gap: float, probe: Probe, limit: float | None 
     )
 
 
-def other_model(client: Client, info: dict[str, Any], theirs: str, ours: str) -> str:
+def other_model(client: Client, info: dict[str, Json], theirs: str, ours: str) -> str:
     """Return the line that refuses a server. info: its own facts. theirs, ours: what it and model.path have."""
     served = info.get("served_model_name") or info.get("model_path")
     return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
 
 
-def check_architecture(client: Client, info: dict[str, Any], theirs: Sequence[str], config: Any) -> None:
+def check_architecture(client: Client, info: dict[str, Json], theirs: Sequence[str], config: Any) -> None:
     """Raise UserError where none of the architectures of a server is one of `config`, a transformers configuration."""
     ours = getattr(config, "architectures", None) or []
     if theirs and ours and set(theirs).isdisjoint(ours):
@@ -125,7 +126,7 @@ def check_architecture(client: Client, info: dict[str, Any], theirs: Sequence[st
 
 
 async def check_vocabulary(
-    client: Client, info: dict[str, Any], size: int, knows: Callable[[int], Awaitable[bool]]
+    client: Client, info: dict[str, Json], size: int, knows: Callable[[int], Awaitable[bool]]
 ) -> None:
     """Raise UserError where a server's vocabulary is not exactly the ids 0 to `size` - 1. knows: asks it about one."""
     if not await knows(size - 1):
@@ -134,7 +135,7 @@ async def check_vocabulary(
         raise UserError(other_model(client, info, "a larger vocabulary", f"{size} ids"))
 
 
-def check_sizes(client: Client, info: dict[str, Any], theirs: Any, config: Any) -> None:
+def check_sizes(client: Client, info: dict[str, Json], theirs: Any, config: Any) -> None:
     """Raise UserError where a server's model has other sizes than ours: a tensor of another shape ends its
     scheduler. theirs, config: transformers configurations."""
     for name in SIZES:

@@ -8,12 +8,13 @@ import torch
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Sampling
-from agentrl.engine.servers.answer import Answer, Features, Ids, PieceEnd
+from agentrl.engine.servers.answer import Answer, Features, PieceEnd, Wanted, parsed
 from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.launch import Flag, LaunchPlan, nccl_version, venv_of
 from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.settings import Settings
+from agentrl.plugins.types import Json
 
 
 class AnswerReader(ABC):
@@ -38,7 +39,26 @@ class AnswerReader(ABC):
         """Drop the tokens of which nobody knows the weights: these changed meanwhile, and the answer ended early. sure:
         how many ids of the answer came before they changed."""
 
-    def _told_runs(self, spans: Any, total: int) -> list[tuple[int, int]]:
+    def _parsed(self, payload: bytes) -> dict[str, Json]:
+        """Return what a piece says. Raises ServerError: it is malformed, or an error."""
+        try:
+            piece = parsed(payload)
+        except ValueError as error:
+            raise self._malformed("not JSON") from error
+        if not isinstance(piece, dict):
+            raise self._malformed("not a JSON object")
+        if "error" in piece:
+            raise self._error(piece["error"])
+        return piece
+
+    def _for_each(self, ids: Sequence[int], given: Json) -> list[Json]:
+        """Return what was given with the ids, as long as it is a list of as many."""
+        if not isinstance(given, list) or len(given) != len(ids):
+            count = len(given) if isinstance(given, list) else "no"
+            raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
+        return given
+
+    def _told_runs(self, spans: Json, total: int) -> list[tuple[int, int]]:
         """Return the versions of this server's `total` ids, as its spans say (`end` and `version` of each)."""
         covered, runs = 0, []
         for span in spans:
@@ -56,13 +76,13 @@ class AnswerReader(ABC):
             raise self._malformed(f"its weight versions cover {covered} of {total} ids")
         return runs
 
-    def _known_end(self, kind: Any, reason: Any) -> PieceEnd:
+    def _known_end(self, kind: Json, reason: object) -> PieceEnd:
         """Return the end of this name, which stands in `reason`."""
         if kind not in list(PieceEnd):
             raise self._malformed(f"finish_reason {reason!r} is unknown")
         return PieceEnd(kind)
 
-    def _error(self, error: Any) -> ServerError:
+    def _error(self, error: Json) -> ServerError:
         code, text = (error.get("code"), error.get("message")) if isinstance(error, dict) else (None, error)
         refused = isinstance(code, int) and 400 <= code < 500 and code not in (408, 429)
         return (RefusedError if refused else ServerError)(f"{self._url}{self.path}: {' '.join(str(text).split())}")
@@ -77,7 +97,7 @@ class ServerKind(ABC):
     plan: ClassVar[type[LaunchPlan]]
     """How one is launched, and what its product is called. Its calls about weights are those of that name in
     `weights.kinds.SERVERS`."""
-    experts_body: ClassVar[Mapping[str, Any]] = {}
+    experts_body: ClassVar[Mapping[str, Json]] = {}
     """What the body of a request has besides where the choices of routers are wanted."""
     experts_env: ClassVar[Mapping[str, str]] = {}
     """Variables that a server needs for telling them."""
@@ -151,21 +171,11 @@ class ServerKind(ABC):
         return None
 
     @abstractmethod
-    def body(
-        self,
-        ids: Ids,
-        sampling: Sampling,
-        room: int,
-        rid: str,
-        features: Features,
-        adapter: str | None,
-        interval: int,
-    ) -> dict[str, Any]:
-        """Return the body that asks for `room` more tokens after `ids`, as a stream. rid: the request's id. interval:
-        tokens between two pieces of the stream."""
+    def body(self, wanted: Wanted, features: Features) -> dict[str, Json]:
+        """Return the body that asks for more tokens, as a stream."""
 
     @abstractmethod
-    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Any]:
+    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Json]:
         """Return what a body has in place of the ids, and besides them, for ids of which some are those of images (see
         `agentrl.images.keyed`). Raises EngineError where servers cannot be given them."""
 
@@ -174,7 +184,7 @@ class ServerKind(ABC):
         return adapter in str(error)
 
     @abstractmethod
-    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
+    def abort(self, rid: str) -> tuple[str, dict[str, Json]]:
         """Return path and body that end a request: what was sampled of it is still sent."""
 
 

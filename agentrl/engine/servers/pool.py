@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl.engine.servers.answer import Features
 from agentrl.engine.servers.client import Client, ServerError
+from agentrl.plugins.types import Json
 
 ABORT_SECONDS = 1.0
 """Time for a server to answer an abort with all that it sampled; then the tokens that came are taken."""
@@ -85,7 +86,7 @@ class Call:
     def abort(
         self,
         in_background: Callable[[Coroutine[Any, Any, None]], None] | None,
-        how: Callable[[str], tuple[str, dict[str, Any]]] | None = None,
+        how: Callable[[str], tuple[str, dict[str, Json]]] | None = None,
     ) -> None:
         """End it with what it has. With `in_background`, ask the server for what it sampled and has not sent yet, by
         the path and body that `how` returns for a request's id."""
@@ -113,7 +114,7 @@ class Call:
             self._timeout.reschedule(asyncio.get_running_loop().time() + seconds)
 
 
-async def post(member: Member, path: str, body: Mapping[str, Any] | None = None) -> None:
+async def post(member: Member, path: str, body: Mapping[str, Json] | None = None) -> None:
     """Post in the background: a server that fails at it is noticed by those who wait for it."""
     with suppress(ServerError):
         await member.client.post(path, body or {})

@@ -10,6 +10,7 @@ from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.engine.servers.launch import Flag, LaunchPlan, launch_command, plain_flags, sizes_of
 from agentrl.errors import UserError
 from agentrl.models.vision import Vision
+from agentrl.plugins.types import Json
 from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 from agentrl.weights.server import PauseMode
 
@@ -133,7 +134,7 @@ class Settings:
         return given_key(variable) if plan is None else plan.key
 
 
-def settings_of(args: Mapping[str, Any]) -> Settings:
+def settings_of(args: Mapping[str, Json]) -> Settings:
     """Return the settings that these `engine.args` say. Raises UserError."""
     urls = args.get("urls") or ()
     urls = (urls,) if isinstance(urls, str) else tuple(urls)

@@ -6,10 +6,11 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from agentrl.engine.servers.adapters import IN_A_BATCH, LOADED, AdapterNeeds
 from agentrl.engine.servers.launch import CACHE_BYTES, Flag, LaunchPlan, Program
+from agentrl.plugins.types import Json
 from agentrl.weights.addresses import KEY_VARIABLE
 from agentrl.weights.transports.shared_memory import without_expandable
 
@@ -105,7 +106,7 @@ class SglangPlan(LaunchPlan):
         return max(self.context, min(self.max_batch * self.context, CACHE_BYTES // max(1, self.token_bytes)))
 
 
-def _adapter_flags(needs: AdapterNeeds, cpu: bool) -> dict[str, Any]:
+def _adapter_flags(needs: AdapterNeeds, cpu: bool) -> dict[str, Json]:
     flags = {
         "enable-lora": True,
         "max-lora-rank": needs.rank,

@@ -19,6 +19,7 @@ from agentrl.engine.servers.identity import (
 )
 from agentrl.engine.sglang.command import SIGHT
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl.threads import in_thread
 
 TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
@@ -105,7 +106,7 @@ async def _knows(client: Client, token: int, timeout: float) -> bool:
     return True
 
 
-async def _check_layers(client: Client, info: dict[str, Any], ours: int) -> None:
+async def _check_layers(client: Client, info: dict[str, Json], ours: int) -> None:
     try:
         found = await client.post("/weights_checker", {"action": "checksum"})
         names = [name for rank in found["ranks"] for name in rank["checksums"]]

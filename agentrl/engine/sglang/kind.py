@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentrl.cluster.placement import Launched
-from agentrl.engine.base import Sampling
-from agentrl.engine.servers.answer import Features, Ids
+from agentrl.engine.servers.answer import Features, Wanted
 from agentrl.engine.servers.client import Client, ServerError
 from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.servers.identity import ServerFacts
@@ -17,6 +16,7 @@ from agentrl.engine.sglang.command import SglangPlan, memory_saver_fault, ranks_
 from agentrl.engine.sglang.identity import check_model, check_tokenizer, facts_of
 from agentrl.engine.sglang.wire import Reader, pictured, request_body
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 
 class SglangKind(ServerKind):
@@ -24,7 +24,7 @@ class SglangKind(ServerKind):
 
     plan, reader = SglangPlan, Reader
     alive, generate = "/model_info", "/generate"
-    experts_body: ClassVar[Mapping[str, Any]] = {"return_routed_experts": True}
+    experts_body: ClassVar[Mapping[str, Json]] = {"return_routed_experts": True}
     keeps_features = True
 
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
@@ -90,28 +90,19 @@ class SglangKind(ServerKind):
         if not isinstance(answer, dict) or not answer.get("output_ids"):
             raise ServerError(f"{client.url}: it returned no token when asked for one")
 
-    def body(
-        self,
-        ids: Ids,
-        sampling: Sampling,
-        room: int,
-        rid: str,
-        features: Features,
-        adapter: str | None,
-        interval: int,
-    ) -> dict[str, Any]:
-        return request_body(ids, sampling, room, rid, features, adapter, interval)
+    def body(self, wanted: Wanted, features: Features) -> dict[str, Json]:
+        return request_body(wanted, features)
 
-    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Any]:
+    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Json]:
         """See `ServerKind.pictured`. An id of the placeholder that the model sampled cannot be told from an image."""
         return pictured(keyed, pictures)
 
-    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
+    def abort(self, rid: str) -> tuple[str, dict[str, Json]]:
         return "/abort_request", {"rid": rid}
 
 
-def _one_token(ids: Sequence[int], adapter: str | None) -> dict[str, Any]:
-    body: dict[str, Any] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
+def _one_token(ids: Sequence[int], adapter: str | None) -> dict[str, Json]:
+    body: dict[str, Json] = {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}}
     return body if adapter is None else {**body, "lora_path": adapter}
 
 

@@ -7,41 +7,33 @@ import math
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from agentrl.engine.base import EngineError, Sampling
-from agentrl.engine.servers.answer import INTEGERS, INTERVAL, NUMBERS, Features, Ids, PieceEnd, parsed
+from agentrl.engine.base import EngineError
+from agentrl.engine.servers.answer import INTEGERS, INTERVAL, NUMBERS, Features, PieceEnd, Wanted
 from agentrl.engine.servers.kind import AnswerReader
 from agentrl.engine.servers.pictures import Pictures
 from agentrl.models.image_input import ImageInput
+from agentrl.plugins.types import Json
 
 PIECES, SHOWN_PIECES = 8, 64
 """Pieces of an answer at most, where each holds all that came before it (a server without incremental streaming), and
 where somebody reads along."""
 
 
-def request_body(
-    ids: Ids,
-    sampling: Sampling,
-    room: int,
-    rid: str,
-    features: Features,
-    adapter: str | None = None,
-    interval: int = INTERVAL,
-) -> dict[str, Any]:
-    """Return the body that asks for `room` more tokens after `ids`. rid: the request's id. adapter: name of one that
-    the server holds. interval: tokens between two pieces of the answer.
+def request_body(wanted: Wanted, features: Features) -> dict[str, Json]:
+    """Return the body that asks for more tokens.
 
     Every parameter is given, so that no default of the server or of the model's generation config applies. At
     temperature 0 it reports log-probs at temperature 1, as the contract says.
     """
+    sampling, interval = wanted.sampling, wanted.interval
     pieces = PIECES if interval >= INTERVAL else SHOWN_PIECES
-    parameters: dict[str, Any] = {
-        "max_new_tokens": room,
+    parameters: dict[str, Json] = {
+        "max_new_tokens": wanted.room,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
@@ -53,17 +45,18 @@ def request_body(
         "ignore_eos": not sampling.stop_ids,  # it switches `stop_token_ids` off too, so only where there are none
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        "stream_interval": interval if features.incremental else max(interval, -(-room // pieces)),
+        "stream_interval": interval if features.incremental else max(interval, -(-wanted.room // pieces)),
     }
     if features.seeds and sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
     body = {
-        "input_ids": ids, "sampling_params": parameters, "return_logprob": True, "stream": True, "rid": rid,
+        "input_ids": wanted.ids, "sampling_params": parameters, "return_logprob": True, "stream": True,
+        "rid": wanted.rid,
     }  # fmt: skip
-    return body if adapter is None else {**body, "lora_path": adapter}
+    return body if wanted.adapter is None else {**body, "lora_path": wanted.adapter}
 
 
-def pictured(keyed: Sequence[int], pictures: Pictures) -> dict[str, Any]:
+def pictured(keyed: Sequence[int], pictures: Pictures) -> dict[str, Json]:
     """Return the ids, in which one placeholder stands for an image, and the images: the server expands placeholders
     itself. Raises EngineError where there are more placeholders than images."""
     ids, spans = pictures.read(keyed)
@@ -98,14 +91,7 @@ class Reader(AnswerReader):
 
     def add(self, payload: bytes) -> PieceEnd | None:
         """See `AnswerReader.add`."""
-        try:
-            piece = parsed(payload)
-        except ValueError as error:
-            raise self._malformed("not JSON") from error
-        if not isinstance(piece, dict):
-            raise self._malformed("not a JSON object")
-        if "error" in piece:
-            raise self._error(piece["error"])
+        piece = self._parsed(payload)
         meta, ids = piece.get("meta_info"), piece.get("output_ids")
         if not isinstance(meta, dict) or not isinstance(ids, list):
             raise self._malformed("it has no meta_info or output_ids")
@@ -119,7 +105,7 @@ class Reader(AnswerReader):
         self._answer.versions[self._runs :] = runs
         return end
 
-    def _experts(self, told: Any) -> npt.NDArray[np.int32]:
+    def _experts(self, told: Json) -> npt.NDArray[np.int32]:
         """Decode the bytes of int32 [tokens, layers, experts a token]."""
         try:
             return np.frombuffer(b64decode(told, validate=True), np.int32)
@@ -129,7 +115,7 @@ class Reader(AnswerReader):
     def give_up(self, sure: int) -> None:
         """Do nothing: each piece names the weights that sampled it."""
 
-    def _new(self, ids: list[int], meta: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    def _new(self, ids: list[int], meta: Mapping[str, Json]) -> tuple[list[int], list[float]]:
         """Return the ids of a piece that are new, and their log-probs."""
         have = len(self._answer.ids) - self._start
         new = meta.get("completion_tokens", have + len(ids)) - have
@@ -137,10 +123,7 @@ class Reader(AnswerReader):
             return [], []  # only the end, or after an abort the last id once more
         if new < 0 or len(ids) not in (new, have + new):  # what is new, or all so far
             raise self._malformed(f"of {have + new} sampled tokens {have} and {len(ids)} came")
-        pairs = meta.get("output_token_logprobs")
-        if not isinstance(pairs, list) or len(pairs) != len(ids):
-            count = len(pairs) if isinstance(pairs, list) else "no"
-            raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
+        pairs = self._for_each(ids, meta.get("output_token_logprobs"))
         ids, pairs = ids[-new:], pairs[-new:]
         try:
             logprobs, named = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -152,7 +135,7 @@ class Reader(AnswerReader):
             raise self._malformed(_first_wrong(ids, pairs))
         return ids, logprobs
 
-    def _runs_with(self, new: int, meta: Mapping[str, Any]) -> list[tuple[int, int]]:
+    def _runs_with(self, new: int, meta: Mapping[str, Json]) -> list[tuple[int, int]]:
         """Return the versions of all of this server's ids, with `new` more: by the last piece's spans, until then by
         the version that each piece names."""
         if self._fixed or not (spans := meta.get("weight_versions")):
@@ -162,7 +145,7 @@ class Reader(AnswerReader):
             return [*self._answer.versions[self._runs :], *([(self._version, new)] if new else [])]
         return self._told_runs(spans, len(self._answer.ids) - self._start + new)
 
-    def _end(self, reason: Any) -> PieceEnd | None:
+    def _end(self, reason: Json) -> PieceEnd | None:
         if reason is None:
             return None
         kind = reason.get("type") if isinstance(reason, dict) else None
@@ -172,7 +155,7 @@ class Reader(AnswerReader):
         return end
 
 
-def _first_wrong(ids: list[Any], pairs: list[Any]) -> str:
+def _first_wrong(ids: list[Json], pairs: list[Json]) -> str:
     """Return a line about the first id whose log-prob is not one of it."""
     for token, pair in zip(ids, pairs, strict=True):
         value = pair[0] if isinstance(pair, list) and len(pair) > 1 and pair[1] == token else None

@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from agentrl.cluster.placement import VISIBLE, names_of
 from agentrl.engine.servers.adapters import IN_A_BATCH, LOADED, AdapterNeeds
@@ -21,6 +21,7 @@ from agentrl.engine.servers.launch import (
 )
 from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 
 VLLM = Program(
     "vllm", "vLLM", "AGENTRL_VLLM_VENV", "AGENTRL_VLLM_KEY", ("-m", "vllm.entrypoints.cli.main", "serve"), "0.32"
@@ -126,7 +127,7 @@ def _adapter_flags(needs: AdapterNeeds) -> dict[str, Flag]:
     return {"enable-lora": True, "max-lora-rank": rank, "max-loras": IN_A_BATCH, "max-cpu-loras": LOADED}
 
 
-def gpus_of(flags: Mapping[str, Any]) -> int:
+def gpus_of(flags: Mapping[str, Json]) -> int:
     """Return how many GPUs a server with these flags takes. Raises ValueError for one that is no number."""
     names = (("tensor-parallel-size", "tp"), ("pipeline-parallel-size", "pp"), ("data-parallel-size", "dp"))
     count = 1

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import Sampling
 from agentrl.engine.servers.adapters import AdapterRoom
-from agentrl.engine.servers.answer import Features, Ids
+from agentrl.engine.servers.answer import Features, Wanted
 from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.servers.identity import (
@@ -26,6 +26,7 @@ from agentrl.engine.servers.settings import Settings
 from agentrl.engine.vllm.command import VllmPlan, gpus_of
 from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, pictured, request_body
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl.threads import in_thread
 from agentrl.weights.addresses import same_host
 
@@ -138,28 +139,19 @@ class VllmKind(ServerKind):
             )
         return None
 
-    def body(
-        self,
-        ids: Ids,
-        sampling: Sampling,
-        room: int,
-        rid: str,
-        features: Features,
-        adapter: str | None,
-        interval: int,
-    ) -> dict[str, Any]:
-        return request_body(ids, sampling, room, rid, features, adapter, interval)
+    def body(self, wanted: Wanted, features: Features) -> dict[str, Json]:
+        return request_body(wanted, features)
 
-    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Any]:
+    def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Json]:
         return pictured(keyed, pictures, features.raw_pixels)
 
-    def abort(self, rid: str) -> tuple[str, dict[str, Any]]:
+    def abort(self, rid: str) -> tuple[str, dict[str, Json]]:
         return "/abort_requests", {"request_ids": [PREFIX + rid]}
 
 
-def _one_token(ids: Sequence[int], adapter: str | None = None, **parameters: Any) -> dict[str, Any]:
+def _one_token(ids: Sequence[int], adapter: str | None = None, **parameters: Any) -> dict[str, Json]:
     sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **parameters}
-    body: dict[str, Any] = {"token_ids": list(ids), "sampling_params": sampling}
+    body: dict[str, Json] = {"token_ids": list(ids), "sampling_params": sampling}
     return body if adapter is None else {**body, "model": adapter}
 
 

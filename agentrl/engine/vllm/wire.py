@@ -15,11 +15,11 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.engine.base import Sampling
-from agentrl.engine.servers.answer import INTEGERS, INTERVAL, NUMBERS, Answer, Features, Ids, PieceEnd, parsed
+from agentrl.engine.servers.answer import INTEGERS, NUMBERS, Answer, Features, PieceEnd, Wanted
 from agentrl.engine.servers.kind import AnswerReader
 from agentrl.engine.servers.pictures import Pictures
 from agentrl.models.image_input import ImageInput
+from agentrl.plugins.types import Json
 
 PATH = "/inference/v1/generate"
 MISSING = -9999.0
@@ -31,22 +31,14 @@ PREFIX = "generate-tokens-"
 _TOKEN, _LOGPROB = itemgetter("token_id"), itemgetter("logprob")
 
 
-def request_body(
-    ids: Ids,
-    sampling: Sampling,
-    room: int,
-    rid: str,
-    features: Features,
-    adapter: str | None = None,
-    interval: int = INTERVAL,
-) -> dict[str, Any]:
-    """Return the body that asks for `room` more tokens after `ids`. rid: the request's id. adapter: name of one that
-    the server holds. interval: tokens between two pieces of the answer.
+def request_body(wanted: Wanted, features: Features) -> dict[str, Json]:
+    """Return the body that asks for more tokens.
 
     At temperature 0 the server reports log-probs at temperature 1, as the contract says.
     """
-    parameters: dict[str, Any] = {
-        "max_tokens": room,
+    sampling = wanted.sampling
+    parameters: dict[str, Json] = {
+        "max_tokens": wanted.room,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
@@ -54,15 +46,15 @@ def request_body(
         "ignore_eos": True,  # of the model's own ids: those to stop at are given
         "detokenize": False,
         "logprobs": 0,
-        "stream_interval": interval,
+        "stream_interval": wanted.interval,
     }
     if features.seeds and sampling.seed is not None:
         parameters["seed"] = sampling.seed
-    body = {"token_ids": ids, "sampling_params": parameters, "stream": True, "request_id": rid}
-    return body if adapter is None else {**body, "model": adapter}
+    body = {"token_ids": wanted.ids, "sampling_params": parameters, "stream": True, "request_id": wanted.rid}
+    return body if wanted.adapter is None else {**body, "model": wanted.adapter}
 
 
-def pictured(keyed: Sequence[int], pictures: Pictures, raw_pixels: bool) -> dict[str, Any]:
+def pictured(keyed: Sequence[int], pictures: Pictures, raw_pixels: bool) -> dict[str, Json]:
     """Return the ids, and with them where the images stand, their hashes and their pixels."""
     ids, spans = pictures.read(keyed)
     form = "bytes" if raw_pixels else "normalized"
@@ -86,7 +78,7 @@ def _item(image_input: ImageInput, key: str, raw_pixels: bool) -> str:
     return b64encode(msgpack.packb(fields)).decode()
 
 
-def _tensor(array: npt.NDArray[Any]) -> list[Any]:
+def _tensor(array: npt.NDArray[Any]) -> list[Json]:
     return [array.dtype.name, list(array.shape), msgpack.ExtType(RAW_VIEW, array.tobytes())]
 
 
@@ -101,14 +93,7 @@ class VllmReader(AnswerReader):
 
     def add(self, payload: bytes) -> PieceEnd | None:
         """See `AnswerReader.add`."""
-        try:
-            piece = parsed(payload)
-        except ValueError as error:
-            raise self._malformed("not JSON") from error
-        if not isinstance(piece, dict):
-            raise self._malformed("not a JSON object")
-        if "error" in piece:
-            raise self._error(piece["error"])
+        piece = self._parsed(payload)
         choices = piece.get("choices")
         if choices == []:
             return None  # counts of tokens, or nothing
@@ -128,7 +113,7 @@ class VllmReader(AnswerReader):
         self._answer.versions[self._runs :] = runs
         return end
 
-    def _experts(self, told: Any) -> npt.NDArray[Any]:
+    def _experts(self, told: Json) -> npt.NDArray[Any]:
         """Decode an `.npy` file [tokens, layers, experts a token]."""
         try:
             found: npt.NDArray[Any] = np.load(BytesIO(b64decode(told, validate=True)), allow_pickle=False)
@@ -145,11 +130,8 @@ class VllmReader(AnswerReader):
             del self._answer.logprobs[sure:]
             self._answer.versions[self._runs :] = [(self._version, sure - self._start)] if sure > self._start else []
 
-    def _logprobs(self, ids: list[int], given: Any) -> list[float]:
-        content = given.get("content") if isinstance(given, dict) else None
-        if not isinstance(content, list) or len(content) != len(ids):
-            count = len(content) if isinstance(content, list) else "no"
-            raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
+    def _logprobs(self, ids: list[int], given: Json) -> list[float]:
+        content = self._for_each(ids, given.get("content") if isinstance(given, dict) else None)
         try:
             named, logprobs = list(map(_TOKEN, content)), list(map(_LOGPROB, content))
             right = named == ids and INTEGERS.issuperset(map(type, ids)) and NUMBERS.issuperset(map(type, logprobs))
@@ -160,7 +142,7 @@ class VllmReader(AnswerReader):
             raise self._malformed(_first_wrong(ids, content))
         return logprobs
 
-    def _runs_with(self, new: int, spans: Any) -> list[tuple[int, int]]:
+    def _runs_with(self, new: int, spans: Json) -> list[tuple[int, int]]:
         """Return the versions of all of this server's ids, with `new` more: by the last piece's spans, until then those
         of the start."""
         total = len(self._answer.ids) - self._start + new
@@ -170,11 +152,11 @@ class VllmReader(AnswerReader):
         self._told = True
         return runs
 
-    def _end(self, reason: Any) -> PieceEnd | None:
+    def _end(self, reason: object) -> PieceEnd | None:
         return None if reason is None else self._known_end(reason, reason)
 
 
-def _first_wrong(ids: list[Any], content: list[Any]) -> str:
+def _first_wrong(ids: list[Json], content: list[Json]) -> str:
     """Return a line about the first id whose log-prob is not one of it."""
     for token, entry in zip(ids, content, strict=True):
         value = entry.get("logprob") if isinstance(entry, dict) and entry.get("token_id") == token else None

@@ -155,7 +155,7 @@ def _allocate(size: int, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _dump(content: Any) -> bytes:
+def _dump(content: object) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=4).dump(content)
     return buffer.getvalue()
@@ -164,7 +164,7 @@ def _dump(content: Any) -> bytes:
 class _Pickler(pickle.Pickler):
     """Pickle shared memory by its name, whatever torch's process-wide sharing strategy."""
 
-    def reducer_override(self, value: Any) -> Any:
+    def reducer_override(self, value: object) -> Any:
         if isinstance(value, Tensor):
             return _reduce_cuda(value) if value.is_cuda else _reduce_cpu(value)
         if isinstance(value, torch.TypedStorage):

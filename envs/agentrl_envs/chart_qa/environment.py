@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl_tools.calculator import evaluate, written
 
@@ -14,15 +14,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task, ToolResponse, answer_of
 from agentrl_envs.chart_qa.chart import HEIGHT, WIDTH, Box, Chart
 from agentrl_envs.chart_qa.questions import Question, ask
-from agentrl_envs.conversation import (
-    Styles,
-    assistant,
-    check_generated,
-    check_split,
-    check_style,
-    draw_way,
-    tool_turn,
-)
+from agentrl_envs.conversation import Styles, assistant, check_generated, check_split, check_style, draw_way, tool_turn
 from agentrl_envs.gsm8k.grade import read_answer
 
 if TYPE_CHECKING:
@@ -129,7 +121,7 @@ class ChartQa(Environment):
     async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         chart, question = self._drafted(session.task.data["split"], session.task.data["index"])
         session.state = chart
-        content: list[dict[str, Any]] = [
+        content: list[dict[str, Json]] = [
             {"type": "image", "image": cropped(chart, (0, 0, 100, 100), self._width)},
             {"type": "text", "text": f"{question.text} {HOW}"},
         ]

@@ -10,8 +10,8 @@ import textwrap
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Any
 
+from agentrl.plugins.types import Json
 from agentrl_envs.code.kinds import KINDS, UNSEEN, Kind
 from agentrl_envs.code.kinds.kind import Parameters
 
@@ -25,7 +25,7 @@ _DISTINCT = 3  # results, so that no constant passes
 _HELD_OUT = 64  # of 256
 _ATTEMPTS = 10
 
-Test = tuple[tuple[Any, ...], Any]
+Test = tuple[tuple[Json, ...], Json]
 """The arguments of a call, and its result."""
 
 
@@ -82,7 +82,7 @@ def is_held_out(kind: str, parameters: Parameters) -> bool:
     return hashlib.sha256(text.encode()).digest()[0] < _HELD_OUT
 
 
-def _parameters(kind: Kind, rng: Random, split: str) -> dict[str, Any]:
+def _parameters(kind: Kind, rng: Random, split: str) -> dict[str, Json]:
     while True:
         drawn = kind.draw(rng)
         if split == "kinds" or is_held_out(kind.name, drawn) == (split != "train"):
@@ -91,7 +91,7 @@ def _parameters(kind: Kind, rng: Random, split: str) -> dict[str, Any]:
 
 def _tests(kind: Kind, parameters: Parameters, reference: str, name: str, rng: Random) -> tuple[Test, ...]:
     """Return `TESTS` calls that differ, with results of which some differ; none where they will not."""
-    names: dict[str, Any] = {}
+    names: dict[str, Json] = {}
     exec(reference, names)  # our own text, with drawn numbers and letters in it
     for _ in range(_ATTEMPTS):
         made: dict[str, Test] = {}

@@ -9,11 +9,11 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from agentrl_tools.loops import PerLoop
 from agentrl_tools.sandbox import Sandbox, SandboxSession
 
+from agentrl.plugins.types import Json
 from agentrl_envs.code import director, wire
 from agentrl_envs.code.wire import WireError
 
@@ -59,7 +59,7 @@ class SolutionRunner:
         self._sandbox, self._seconds, self._total_seconds = sandbox, seconds, total_seconds
         self._places = PerLoop(lambda: asyncio.Semaphore(concurrency))
 
-    async def by_results(self, solution: str, name: str, tests: Sequence[tuple[Sequence[Any], Any]]) -> Verdict:
+    async def by_results(self, solution: str, name: str, tests: Sequence[tuple[Sequence[object], object]]) -> Verdict:
         """Test by (arguments, expected result); results are compared in this process."""
         passed, why = 0, ""
         async with self._places.here(), self._sandbox.session() as session:
@@ -101,7 +101,7 @@ class Candidate:
         self._begun = False
         self._dead = ""
 
-    async def call(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    async def call(self, arguments: Sequence[Json], named: Mapping[str, Json]) -> Json:
         """Return what the call claims to return. Raises CallFailedError; after a call that was stopped, always."""
         return wire.read(await self.call_text(wire.write((list(arguments), dict(named)))))
 
@@ -170,7 +170,7 @@ class _Script:
             return f"_director.step(error={error.raised or 'RuntimeError'!r})"
 
 
-def equal(result: Any, expected: Any) -> bool:
+def equal(result: object, expected: object) -> bool:
     """Compare plain values by `==`."""
     try:
         return bool(result == expected)
@@ -186,5 +186,5 @@ def _installed(source: str) -> str:
     )
 
 
-def _shown(arguments: Sequence[Any]) -> str:
+def _shown(arguments: Sequence[object]) -> str:
     return "(" + ", ".join(f"{a!r:.60}" for a in arguments) + ")"

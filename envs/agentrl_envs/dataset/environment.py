@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from agentrl_tools.rewards.match import Match
 
@@ -123,7 +123,7 @@ class Dataset(Environment):
         except ValueError as error:
             raise UserError(f"{where}: {error} (env.args.reward is {self._reward})") from error
 
-    def images(self, task: Task) -> Sequence[Any]:
+    def images(self, task: Task) -> Sequence[object]:
         from agentrl.images import hashes
 
         return hashes(self._images.fetched(task.data["messages"]))

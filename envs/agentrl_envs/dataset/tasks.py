@@ -7,14 +7,14 @@ each image of the row, in their order.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl_tools.rewards.truth import field_of
 
 from agentrl.data.rows import Row, Rows
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import LazyTasks
-from agentrl.plugins.types import Message, Task, ToolKwargs
+from agentrl.plugins.types import Json, Message, Task, ToolKwargs
 
 if TYPE_CHECKING:
     from agentrl.data.media import Images
@@ -47,7 +47,7 @@ class Columns:
     """Column with videos, which nobody is shown."""
     row_tools: bool
 
-    def truth(self, row: Row) -> Any:
+    def truth(self, row: Row) -> Json:
         """Return the answer of a row; None where it has none."""
         for path in (self.answer,) if self.answer else ANSWERS:
             value = field_of(row, path)
@@ -101,11 +101,11 @@ class DatasetTasks(LazyTasks):
         return self._rows.where(index)
 
 
-def _listed(value: Any) -> Sequence[Any]:
+def _listed(value: Json) -> Sequence[Json]:
     return value if isinstance(value, list | tuple) else [{"role": "user", "content": value}]
 
 
-def _message(value: Any, where: str) -> Message:
+def _message(value: object, where: str) -> Message:
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: holds {value!r:.60}; expected text, or a list of messages with 'role' and 'content'")
     role, content = value.get("role"), value.get("content")
@@ -144,7 +144,7 @@ def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
     return {name: _tool_kwargs(one, f"{where}, field '{place}.{name}'") for name, one in given.items()}
 
 
-def _tool_kwargs(value: Any, where: str) -> ToolKwargs:
+def _tool_kwargs(value: Json, where: str) -> ToolKwargs:
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: expected an object with {', '.join(_HOOKS)}, got {value!r:.60}")
     for hook, kwargs in value.items():
@@ -155,7 +155,7 @@ def _tool_kwargs(value: Any, where: str) -> ToolKwargs:
     return ToolKwargs(**value)
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Json:
     if isinstance(value, Mapping):
         return {name: _without_nulls(one) for name, one in value.items() if one is not None}
     return value

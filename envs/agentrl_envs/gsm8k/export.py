@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 from agentrl_envs.gsm8k.environment import SYSTEM_PROMPT, Gsm8k
 
 
 def multi_turn(
     source: str = "openai/gsm8k", system_prompt: str = SYSTEM_PROMPT, seed: int = 0, config: str | None = None
-) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+) -> Mapping[str, Sequence[Mapping[str, Json]]]:
     """Return grade-school problems with a tool that grades, as multi-turn rows.
 
     source, seed, config: as of the environment gsm8k. system_prompt: empty for none.
@@ -20,7 +20,7 @@ def multi_turn(
     return {split: _Rows(env.tasks(split), split, origin, system_prompt) for split in ("train", *env.splits)}
 
 
-class _Rows(Sequence[Mapping[str, Any]]):
+class _Rows(Sequence[Mapping[str, Json]]):
     def __init__(self, tasks: Sequence[Task], split: str, origin: str, system_prompt: str) -> None:
         self._tasks, self._split, self._origin, self._system_prompt = tasks, split, origin, system_prompt
 
@@ -32,10 +32,10 @@ class _Rows(Sequence[Mapping[str, Any]]):
             return [self[i] for i in range(*index.indices(len(self)))]
         return self._row(index % len(self), self._tasks[index])
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+    def __iter__(self) -> Iterator[Mapping[str, Json]]:
         return (self._row(i, task) for i, task in enumerate(islice(self._tasks, len(self))))
 
-    def _row(self, index: int, task: Task) -> dict[str, Any]:
+    def _row(self, index: int, task: Task) -> dict[str, Json]:
         question, truth = task.data["question"], task.data["answer"]
         system = [{"role": "system", "content": self._system_prompt}] if self._system_prompt else []
         return {

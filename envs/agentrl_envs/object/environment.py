@@ -117,7 +117,7 @@ class ObjectEnvironment(Environment):
         lane = Lane(self.name, self._abandoned)
         return Live(await lane.call(self._make), lane)
 
-    def _check_reward(self, made: Any) -> None:
+    def _check_reward(self, made: object) -> None:
         if self._reward == NO_REWARD or self._functions:
             return
         if not any(hasattr(made, name) for name in self._own_reward()):
@@ -179,7 +179,7 @@ class ObjectEnvironment(Environment):
             self._abandoned.close()
 
 
-def _taken(function: Callable[..., Any], row: Mapping[str, Json]) -> dict[str, Any]:
+def _taken(function: Callable[..., object], row: Mapping[str, Json]) -> dict[str, Any]:
     """Return what `reset` takes of a row: all of it where it takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -143,7 +143,7 @@ def closes(owner: type) -> bool:
     return len(needed) <= own
 
 
-def _response(result: Any) -> ToolResponse:
+def _response(result: object) -> ToolResponse:
     """Convert a result: text, a ToolResponse, a list of content parts with text and images, or anything that JSON can
     hold."""
     if isinstance(result, ToolResponse):

@@ -1,11 +1,10 @@
 """Rows in the shape of Search-R1's data: a question, and the answers that count as right."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from agentrl.data.rows import Row, Rows
 from agentrl.errors import UserError
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Json, Task
 
 
 def read_tasks(rows: Rows, split: str) -> list[Task]:
@@ -42,7 +41,7 @@ def answers_of(row: Row, where: str) -> tuple[str, ...]:
     return tuple(answers)
 
 
-def _at(value: Any, *path: str) -> Any:
+def _at(value: object, *path: str) -> Json:
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

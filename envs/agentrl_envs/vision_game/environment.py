@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from random import Random
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
@@ -116,7 +115,7 @@ class VisionGame(Environment):
     async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         game = self._game(session.task.data["split"], session.task.data["index"])
         session.state = _Table(game, self._blank)
-        content: list[dict[str, Any]] = [
+        content: list[dict[str, Json]] = [
             {"type": "text", "text": f"Pick up the {game.wanted} gem."},
             {"type": "image", "image": game.picture(self._blank)},
         ]
@@ -147,7 +146,7 @@ class VisionGame(Environment):
             turn, result = tool_turn("move", {"to": to}, "")
             turn["content"] = thought
             moved = _moved(game.move(to))
-            parts: list[dict[str, Any]] = [
+            parts: list[dict[str, Json]] = [
                 {"type": "text", "text": moved},
                 {"type": "image", "image": game.picture(self._blank)},
             ]

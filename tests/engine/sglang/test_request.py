@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
-from agentrl.engine.servers.answer import INTERVAL, STREAM_INTERVAL, Answer, Features
+from agentrl.engine.servers.answer import INTERVAL, STREAM_INTERVAL, Answer, Features, Wanted
 from agentrl.engine.servers.client import ServerError
 from agentrl.engine.sglang.wire import Reader, request_body
 from agentrl.plugins.types import Task
@@ -77,7 +77,8 @@ def test_an_answer_of_several_weights_names_those_of_each_id() -> None:
 )
 def test_pieces_are_few_where_each_repeats_those_before_it(incremental: bool, interval: int, expected: int) -> None:
     ids = np.array([5, 6, 7], np.int32)
-    body: Any = request_body(ids, Sampling(4000), 4000, "r", Features(incremental=incremental), None, interval)
+    wanted = Wanted(ids, Sampling(4000), 4000, "r", interval=interval)
+    body: Any = request_body(wanted, Features(incremental=incremental))
     assert body["sampling_params"]["stream_interval"] == expected
 
 

@@ -22,7 +22,7 @@ from vllm_help import VllmStandIn
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.servers.adapters import AdapterNeeds, AdapterRoom, why_merged
-from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd
+from agentrl.engine.servers.answer import INTERVAL, Answer, Features, PieceEnd, Wanted
 from agentrl.engine.vllm.command import VllmPlan
 from agentrl.engine.vllm.inside.agentrl_guard import KEY_VARIABLE as GUARDED_BY
 from agentrl.engine.vllm.inside.agentrl_guard import RequireKey
@@ -322,7 +322,8 @@ def test_an_adapter_keeps_its_version() -> None:
 
 
 def test_the_body_of_a_request() -> None:
-    body = request_body([1, 2], Sampling(9, 0.7, stop_ids=(2,), seed=5), 7, "r", Features(seeds=True), "step-1")
+    wanted = Wanted([1, 2], Sampling(9, 0.7, stop_ids=(2,), seed=5), 7, "r", "step-1")
+    body = request_body(wanted, Features(seeds=True))
     assert body == {
         "token_ids": [1, 2], "stream": True, "request_id": "r", "model": "step-1",
         "sampling_params": {

@@ -96,7 +96,7 @@ class McpTool(Tool):
             await self._server.give_back(session)
             session.state = None
 
-    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
         """Check arguments. Where the schema says what our checks do not know, the server alone judges the arguments."""
         try:
             return super().check(arguments)
@@ -104,7 +104,7 @@ class McpTool(Tool):
             return dict(arguments)
 
 
-def parameters_of(schema: Mapping[str, Json]) -> dict[str, Any]:
+def parameters_of(schema: Mapping[str, Json]) -> dict[str, Json]:
     """Return a schema with the keys that templates and checks rely on. Unknown arguments are refused where the schema
     lists the known ones and nothing else in it can name further ones: a slip of the model is then told to it."""
     made = {"properties": {}, **schema, "type": "object"}

@@ -16,7 +16,7 @@ from agentrl.errors import UserError
 from agentrl.images import hashes, sent_part, stored
 from agentrl.plugins.patterns import Pattern, TooHardError
 from agentrl.plugins.reward import Reward, Sample
-from agentrl.plugins.types import InfrastructureError, Message
+from agentrl.plugins.types import InfrastructureError, Json, Message
 from agentrl.threads import in_thread
 from agentrl_tools.loops import PerLoop
 from agentrl_tools.rewards.truth import truth_of
@@ -84,7 +84,7 @@ def _text(message: Message) -> str:
     return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in content)
 
 
-def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _shown(messages: Sequence[Message]) -> list[dict[str, Json]]:
     """Return the images of a conversation as parts of a request."""
     kept = hashes([stored(message) for message in messages])
     return [sent_part({"type": "image", "image": key}) for key in kept]
@@ -248,7 +248,7 @@ class Judge(Reward):
         cache: bool | str = True,
         temperature: float = 0.0,
         max_tokens: int = 1024,
-        extra: dict[str, Any] | None = None,
+        extra: dict[str, Json] | None = None,
         images: bool = False,
     ) -> None:
         if asks < 1 or concurrency < 1 or retries < 0 or timeout <= 0 or deadline <= 0 or max_tokens < 1:
@@ -272,7 +272,7 @@ class Judge(Reward):
     async def score(self, sample: Sample) -> float:
         text = fill(self._template, sample, self._truth)
         shown = _shown(sample.messages) if self._images else []
-        messages: list[dict[str, Any]] = [
+        messages: list[dict[str, Json]] = [
             {"role": "user", "content": [{"type": "text", "text": text}, *shown] if shown else text}
         ]
         if self._system:
@@ -283,7 +283,7 @@ class Judge(Reward):
         except TimeoutError as error:
             raise InfrastructureError(f"{self._where}: no score within {self._deadline:g} s") from error
 
-    async def _asked(self, messages: list[dict[str, Any]]) -> float:
+    async def _asked(self, messages: list[dict[str, Json]]) -> float:
         """Ask until a reply holds a score. Only such replies are kept."""
         key = self._fingerprint(messages)
         kept = None if self._cache is None else await self._cache.get(key)
@@ -299,7 +299,7 @@ class Judge(Reward):
             asked = [*messages, {"role": "assistant", "content": reply}, {"role": "user", "content": _AGAIN}]
         raise InfrastructureError(f"{self._where}: no score in {self._asks} replies, the last being {reply[:200]!r}")
 
-    async def _reply(self, messages: list[dict[str, Any]]) -> str:
+    async def _reply(self, messages: list[dict[str, Json]]) -> str:
         from openai import OpenAIError
 
         settings = {name: value for name, value in self._settings.items() if name != "extra"}
@@ -315,7 +315,7 @@ class Judge(Reward):
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise InfrastructureError(f"{self._where}: its reply is not a chat completion: {error}") from error
 
-    def _fingerprint(self, messages: list[dict[str, Any]]) -> str:
+    def _fingerprint(self, messages: list[dict[str, Json]]) -> str:
         asked = {"where": self._client["base_url"], "messages": messages, **self._settings}
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
 
@@ -329,7 +329,7 @@ class Judge(Reward):
 class _Line:
     """A client, and how many may use it at once. It belongs to one event loop."""
 
-    def __init__(self, client: dict[str, Any], concurrency: int) -> None:
+    def __init__(self, client: dict[str, Json], concurrency: int) -> None:
         from openai import AsyncOpenAI
 
         self.client: Any = AsyncOpenAI(**client)

@@ -49,7 +49,7 @@ class Match(Reward):
             raise ValueError("the ground truth is an empty list")
         return True in [self._same(given, one) for one in truths]  # every truth is looked at: a bad one is an error
 
-    def check(self, truth: Any) -> None:
+    def check(self, truth: object) -> None:
         """Raise ValueError for a truth that nothing could match."""
         self.right("", truth)
 
@@ -62,7 +62,7 @@ class Match(Reward):
         except TooHardError:
             return None
 
-    def _same(self, given: str | None, truth: Any) -> bool:
+    def _same(self, given: str | None, truth: object) -> bool:
         if isinstance(truth, bool) or not isinstance(truth, str | int | float):
             raise ValueError(f"the ground truth {truth!r:.60} is neither text nor a number")
         written = str(truth)

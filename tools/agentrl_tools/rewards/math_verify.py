@@ -12,10 +12,9 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from agentrl.plugins.reward import Reward, Sample
-from agentrl.plugins.types import InfrastructureError
+from agentrl.plugins.types import InfrastructureError, Json
 from agentrl.threads import in_thread
 from agentrl_tools.rewards.truth import marked, truth_of
 
@@ -133,7 +132,7 @@ class _Worker:
             self.stop()
             raise InfrastructureError("the process of math_verify is gone") from error
 
-    def _reply(self) -> dict[str, Any]:
+    def _reply(self) -> dict[str, Json]:
         """Return the next line. A process that the kernel ended for its CPU time was late; any other end is an
         error."""
         end = time.monotonic() + WALL
@@ -152,7 +151,7 @@ class _Worker:
             why = f"ended with {self._process.returncode}: {last}" if ready else f"says nothing for {WALL:g} s"
             raise InfrastructureError(f"the process of math_verify {why}")
         line, _, self._unread = self._unread.partition(b"\n")
-        reply: dict[str, Any] = json.loads(line)
+        reply: dict[str, Json] = json.loads(line)
         if "error" in reply:
             raise InfrastructureError(f"math_verify raised {reply['error']}")
         return reply

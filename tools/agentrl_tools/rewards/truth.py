@@ -1,7 +1,6 @@
 """Where a task keeps what is right, and how a text marks its final answer: what the reward functions share."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from agentrl_envs.gsm8k.grade import boxed, hashed
 
@@ -10,11 +9,11 @@ from agentrl.plugins.types import Json, Task
 TRUTH_FIELDS = ("ground_truth", "reward_model.ground_truth", "answer")
 
 
-def field_of(data: Mapping[str, Json], path: str) -> Any:
+def field_of(data: Mapping[str, Json], path: str) -> Json:
     """Return `reward_model.ground_truth` of nested mappings; None where it is not there."""
     if path in data:
         return data[path]
-    found: Any = data
+    found: Json = data
     for part in path.split("."):
         if not isinstance(found, Mapping) or part not in found:
             return None
@@ -22,7 +21,7 @@ def field_of(data: Mapping[str, Json], path: str) -> Any:
     return found
 
 
-def truth_of(task: Task, field: str | None = None) -> Any:
+def truth_of(task: Task, field: str | None = None) -> Json:
     """Return the task's ground truth: of that field, else of the first of `TRUTH_FIELDS` that it has. Raises
     ValueError."""
     for path in (field,) if field else TRUTH_FIELDS:

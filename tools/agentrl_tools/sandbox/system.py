@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.plugins.types import Json
 from agentrl_tools.sandbox.base import Limits
 from agentrl_tools.sandbox.seccomp import filter_program
 
@@ -43,7 +43,7 @@ def find_bwrap() -> str:
     return path
 
 
-def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordinary: bool) -> dict[str, Any]:
+def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordinary: bool) -> dict[str, Json]:
     """Return what the launcher needs to know. ordinary: run as an ordinary user although we are root."""
     places = [f"/packages/{n}" for n in range(len(packages))]
     binds = [*_interpreter(), (str(Path(__file__).parent / "inside"), _RUNTIME)]

@@ -292,7 +292,7 @@ def _hits(passages: Any) -> list[Hit]:
     return [_hit(passage) for passage in passages]
 
 
-def _hit(passage: Any) -> Hit:
+def _hit(passage: object) -> Hit:
     """Read a passage: with a score, `{"document": {...}, "score": x}`; without, the document itself, as Search-R1
     answers then."""
     document = passage.get("document", passage) if isinstance(passage, dict) else None

@@ -5,9 +5,9 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from agentrl.plugins.tracker import Tracker
+from agentrl.plugins.types import Json
 from agentrl_tools.trackers.shared import numbers, package, text_of
 
 _AT_ONCE = 100  # of what MLflow takes in one request: 1000 metrics, 100 parameters
@@ -32,7 +32,7 @@ class MLflow(Tracker):
         self._project, self._name, self._uri = project, name, uri
         self._tags = dict(tags) if isinstance(tags, Mapping) else dict.fromkeys(tags, "")
 
-    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, recipe: Mapping[str, Json]) -> None:
         """Begin a run there, with the keys of the recipe as its parameters."""
         place = self._uri or os.environ.get("MLFLOW_TRACKING_URI") or (folder.resolve() / "mlruns").as_uri()
         if place.startswith("file:") or "://" not in place:
@@ -47,14 +47,14 @@ class MLflow(Tracker):
             self._client.log_batch(self._run, params=keys[begin : begin + _AT_ONCE])
         self._client.log_dict(self._run, dict(recipe), "recipe.yaml")
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Log the numbers of a step."""
         now = int(time.time() * 1000)
         found = [self._entities.Metric(_key(name), value, now, step) for name, value in numbers(metrics).items()]
         for begin in range(0, len(found), _AT_ONCE):
             self._client.log_batch(self._run, metrics=found[begin : begin + _AT_ONCE])
 
-    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
+    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Json]]) -> None:
         """Log them as a file."""
         text = "\n\n---\n\n".join(map(text_of, samples))
         self._client.log_text(self._run, text, f"conversations/{_key(split).replace('/', '_')}_{step}.md")
@@ -69,7 +69,7 @@ def _key(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)[:250]
 
 
-def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: Json, key: str = "") -> Iterator[tuple[str, Json]]:
     """Yield the dotted keys of a recipe, and their values."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     for name, item in items:

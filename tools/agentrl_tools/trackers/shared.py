@@ -8,6 +8,7 @@ from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.tracker import Tracker
+from agentrl.plugins.types import Json
 
 
 def package(module: str, extra: str) -> Any:
@@ -20,7 +21,7 @@ def package(module: str, extra: str) -> Any:
         ) from error
 
 
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def numbers(metrics: Mapping[str, Json]) -> dict[str, float]:
     """Return the finite numbers of a row of metrics, without its step."""
     return {
         name: float(value)
@@ -29,7 +30,7 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def text_of(sample: Mapping[str, Any]) -> str:
+def text_of(sample: Mapping[str, Json]) -> str:
     """Return a conversation as Markdown; what was said stands in it as code, and so stays text."""
     lines = [f"**{_line(sample['task'])}** · reward {sample['reward']} · {_solved(sample)} · {sample['finish']}"]
     for message in sample["messages"]:
@@ -48,11 +49,11 @@ class TableTracker(Tracker):
     _package: Any
     _run: Any
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Log the numbers of a step."""
         self._run.log(numbers(metrics), step=step)
 
-    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Any]]) -> None:
+    def conversations(self, step: int, split: str, samples: Sequence[Mapping[str, Json]]) -> None:
         """Log them as a table."""
         columns = ["task", "sample", "solved", "reward", "finish", "tool_errors", "conversation"]
         rows = [[*(sample[name] for name in columns[:-1]), text_of(sample)] for sample in samples]
@@ -63,7 +64,7 @@ class TableTracker(Tracker):
         self._run.finish()
 
 
-def _solved(sample: Mapping[str, Any]) -> str:
+def _solved(sample: Mapping[str, Json]) -> str:
     return "solved" if sample["solved"] else "not solved"
 
 

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from agentrl.plugins.types import Json
 from agentrl_tools.trackers.shared import TableTracker, package
 
 
@@ -31,7 +31,7 @@ class Trackio(TableTracker):
         self._name, self._tags = name, list(tags)
         self._given = {"project": project, "group": group, "space_id": space}
 
-    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, recipe: Mapping[str, Json]) -> None:
         """Begin a run there, with the recipe as its configuration."""
         self._run = self._package.init(
             name=self._name or folder.name,

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
+from agentrl.plugins.types import Json
 from agentrl_tools.trackers.shared import TableTracker, package
 
 
@@ -32,7 +32,7 @@ class WeightsAndBiases(TableTracker):
         self._given = {"project": project, "entity": entity, "group": group, "notes": notes, "mode": mode}
         self._tags = list(tags)
 
-    def start(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+    def start(self, folder: Path, recipe: Mapping[str, Json]) -> None:
         """Begin a run there, with the recipe as its configuration."""
         place = Path(self._folder) if self._folder else folder
         named = folder / "wandb" / "run_id"  # stays with the run's folder

@@ -13,6 +13,8 @@ from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.plugins.types import Json
+
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="allow")
@@ -61,7 +63,7 @@ class ToolResponse(_Model):
 class BaseTool:
     """The class that verl's tools derive from; what they leave out does nothing."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+    def __init__(self, config: dict[str, Json], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         self.config = config
         self.tool_schema = tool_schema if tool_schema is not None else self.get_openai_tool_schema()
         if self.tool_schema is None:
@@ -76,7 +78,7 @@ class BaseTool:
         """Begin a use of the tool; return its id and what it says first."""
         return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, Any]:
+    async def execute(self, instance_id: str, parameters: dict[str, Json], **kwargs: Any) -> tuple[Any, float, Any]:
         """Run one call; return the response, a step reward and metrics."""
         return ToolResponse(text=json.dumps(parameters)), 0.0, {}
 
@@ -88,7 +90,7 @@ class BaseTool:
         """End a use."""
 
 
-def rollout_trace_op(function: Any) -> Any:
+def rollout_trace_op(function: object) -> Any:
     """Return the function as it is."""
     return function
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from agentrl.errors import UserError
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool, ToolSource
-from agentrl.plugins.types import Session, ToolResponse
+from agentrl.plugins.types import Json, Session, ToolResponse
 from agentrl_tools.verl.stand_in import OpenAIFunctionToolSchema, installed, stand_in
 
 _HOOKS = ("create", "execute", "calc_reward", "release")
@@ -25,8 +25,8 @@ _HOOKS = ("create", "execute", "calc_reward", "release")
 
 def verl_tools(
     tool: str | None = None,
-    config: dict[str, Any] | None = None,
-    schema: dict[str, Any] | str | None = None,
+    config: dict[str, Json] | None = None,
+    schema: dict[str, Json] | str | None = None,
     file: str | None = None,
 ) -> Tool | ToolSource:
     """Return tools written against verl's BaseTool, as they are.
@@ -56,12 +56,12 @@ class _Instance:
 class VerlTool(Tool):
     """One object of verl's as a tool."""
 
-    def __init__(self, path: str, config: dict[str, Any], schema: Mapping[str, Any] | None, where: str) -> None:
+    def __init__(self, path: str, config: dict[str, Json], schema: Mapping[str, Json] | None, where: str) -> None:
         self._made = _construct(path, config, schema, where)
         description = _described(self._made, schema, f"{where}: {path}")
         self.name: str = description["name"]
         self.description = description.get("description") or ""
-        self.parameters: Mapping[str, Any] = description.get("parameters") or {"type": "object", "properties": {}}
+        self.parameters: Mapping[str, Json] = description.get("parameters") or {"type": "object", "properties": {}}
         self._properties = self.parameters.get("properties", {})
         self._wants_text = _wants_text(self._made.execute)
 
@@ -123,7 +123,7 @@ class VerlFile(ToolSource):
         return VerlTool(entry["class_name"], dict(config), entry.get("tool_schema"), where)
 
 
-def _construct(path: str, config: dict[str, Any], schema: Mapping[str, Any] | None, where: str) -> Any:
+def _construct(path: str, config: dict[str, Json], schema: Mapping[str, Json] | None, where: str) -> Any:
     if ":" not in path and "." not in path:
         raise UserError(f"{where}: {path!r} is not an import path; expected package.module:Class")
     if ":" not in path:
@@ -158,7 +158,7 @@ def _load(path: str, where: str) -> Any:
         raise UserError(f"{error}; without verl there is only its BaseTool, schemas and trace: install verl") from error
 
 
-def _as_model(schema: Mapping[str, Any]) -> Any:
+def _as_model(schema: Mapping[str, Json]) -> Any:
     if installed():
         from verl.tools.schemas import OpenAIFunctionToolSchema as Theirs
 
@@ -166,7 +166,7 @@ def _as_model(schema: Mapping[str, Any]) -> Any:
     return OpenAIFunctionToolSchema.model_validate(dict(schema))
 
 
-def _described(made: Any, given: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+def _described(made: object, given: Mapping[str, Json] | None, where: str) -> dict[str, Json]:
     """Return the tool's own `function` part: of its `get_openai_tool_schema`, else what was given."""
     own: Any = made.get_openai_tool_schema() if hasattr(made, "get_openai_tool_schema") else None
     if own is None:
@@ -178,7 +178,7 @@ def _described(made: Any, given: Mapping[str, Any] | None, where: str) -> dict[s
     return dict(function)
 
 
-def _read_schema(file: str) -> Mapping[str, Any]:
+def _read_schema(file: str) -> Mapping[str, Json]:
     content = _read(file)
     if isinstance(content, Mapping) and isinstance(content.get("tool_schema"), Mapping):
         content = content["tool_schema"]
@@ -205,7 +205,7 @@ def _wants_text(execute: Any) -> bool:
     return wanted is str or bool(isinstance(wanted, str) and re.fullmatch(r"str", wanted))
 
 
-def _accepted(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted(function: Any, kwargs: Mapping[str, Json]) -> dict[str, Json]:
     """Return `kwargs`; where it does not take every keyword, `create_kwargs` goes along only if it is asked for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -213,11 +213,11 @@ def _accepted(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key != "create_kwargs" or key in parameters}
 
 
-async def _settled(value: Any) -> Any:
+async def _settled(value: object) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _said(response: Any) -> tuple[str, tuple[Any, ...]]:
+def _said(response: object) -> tuple[str, tuple[Any, ...]]:
     """Return text and images of what a tool returned: text, an object with `text` and `image`, or a dict with these."""
     if response is None or isinstance(response, str):
         return response or "", ()

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-Parameters = Mapping[str, Any]
+from agentrl.plugins.types import Json
+
+Parameters = Mapping[str, Json]
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Kind:
     signature: str
     asked: str
     body: str
-    draw: Callable[[Random], dict[str, Any]]
-    arguments: Callable[[Random, Parameters], tuple[Any, ...]]
+    draw: Callable[[Random], dict[str, Json]]
+    arguments: Callable[[Random, Parameters], tuple[Json, ...]]
 
     @property
     def name(self) -> str:

@@ -152,7 +152,7 @@ class Worker:
         half = self.output // 2
         return f"{text[:half]} ... {text[-half:]}"
 
-    def display(self, *values: Any) -> None:
+    def display(self, *values: object) -> None:
         """Do what a notebook's `display` does: images as images, all else printed."""
         for value in values:
             if not self.as_image(value):

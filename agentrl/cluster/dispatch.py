@@ -35,7 +35,7 @@ Gather = Callable[[Shape, list[object], Any], Any]
 
 @dataclass(frozen=True)
 class Dispatch:
-    """A mode of calling a group. `ONE_TO_ALL`, `RANK_ZERO` and `SPLIT` ship; users may define others.
+    """A mode of calling a group. `ONE_TO_ALL`, `ALL_TO_ALL`, `RANK_ZERO` and `SPLIT` ship; users may define others.
 
     What `scatter` raises is raised before anything is sent.
     """
@@ -94,6 +94,16 @@ def _to_all(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -
     return [same] * shape.workers, None
 
 
+def _one_each(shape: Shape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Arguments | None], None]:
+    for name, value in _named(args, kwargs):
+        if not isinstance(value, list | tuple) or len(value) != shape.workers:
+            raise TypeError(f"argument {name} must be a list of {shape.workers} entries, one a worker, not {value!r}")
+    return [
+        (tuple(value[rank] for value in args), {name: value[rank] for name, value in kwargs.items()})
+        for rank in range(shape.workers)
+    ], None
+
+
 def _to_first(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], None]:
     return [(args, kwargs), *[None] * (shape.workers - 1)], None
 
@@ -119,6 +129,8 @@ def _split(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) ->
 
 ONE_TO_ALL = Dispatch("one_to_all", _to_all, _outputs)
 """Send the same arguments to every worker; return their outputs by rank."""
+ALL_TO_ALL = Dispatch("all_to_all", _one_each, _outputs)
+"""Take a list with one entry a worker for each argument; return the outputs by rank."""
 RANK_ZERO = Dispatch("rank_zero", _to_first, lambda shape, outputs, context: outputs[0])
 """Call worker 0 only; return its output."""
 SPLIT = Dispatch("split", _split, lambda shape, outputs, partition: partition.join(outputs[:: shape.sequence_parallel]))

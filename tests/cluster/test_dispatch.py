@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cluster_help import BACKWARDS, Rows
 
-from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, Shape, register, registered
+from agentrl.cluster.dispatch import ALL_TO_ALL, ONE_TO_ALL, RANK_ZERO, SPLIT, Shape, register, registered
 
 
 def test_one_to_all_gives_every_rank_the_same_object() -> None:
@@ -12,6 +12,17 @@ def test_one_to_all_gives_every_rank_the_same_object() -> None:
     assert calls == [((1,), {"a": 2})] * 3
     assert calls[0] is calls[2]
     assert ONE_TO_ALL.gather(Shape(3), ["x", "y", "z"], kept) == ["x", "y", "z"]
+
+
+def test_all_to_all_gives_each_rank_its_entry() -> None:
+    calls, _ = ALL_TO_ALL.scatter(Shape(2), ([1, 2],), {"a": ("x", "y")})
+    assert calls == [((1,), {"a": "x"}), ((2,), {"a": "y"})]
+
+
+@pytest.mark.parametrize(("args", "kwargs", "name"), [(([1],), {}, "0"), ((), {"a": 7}, "a"), (("ab",), {}, "0")])
+def test_all_to_all_wants_one_entry_a_worker(args: tuple, kwargs: dict, name: str) -> None:
+    with pytest.raises(TypeError, match=f"argument {name} must be a list of 2 entries, one a worker"):
+        ALL_TO_ALL.scatter(Shape(2), args, kwargs)
 
 
 def test_rank_zero_calls_no_other() -> None:

@@ -84,6 +84,7 @@ def test_split_of_any_size(group: WorkerGroup, count: int) -> None:
 
 def test_other_ways_to_call(group: WorkerGroup) -> None:
     assert group.size(np.zeros(10, np.uint8), times=2) == [20, 21, 22]
+    assert group.each([1, 2, 3], more=[10, 20, 30]) == [(0, 11), (1, 22), (2, 33)]
     assert group.first("word") == "word of 0"
     assert group.own("a", "b", "c") == ("kept", ["c0", None, "a2"])
 
@@ -140,7 +141,7 @@ def test_what_all_are_given_travels_once(group: WorkerGroup, monkeypatch: pytest
     assert group.size(np.zeros(1_000_000, np.uint8)) == [1_000_000, 1_000_001, 1_000_002]
     assert len(sizes) == 1
     group.notes()
-    assert group.first("word") == "word of 0"
+    group.each([1, 2, 3])
     assert len(sizes) == 1
 
 

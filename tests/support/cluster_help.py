@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl.cluster.dispatch import RANK_ZERO, SPLIT, Arguments, Dispatch, Shape, register
+from agentrl.cluster.dispatch import ALL_TO_ALL, RANK_ZERO, SPLIT, Arguments, Dispatch, Shape, register
 from agentrl.cluster.worker import Worker
 from agentrl.errors import UserError
 
@@ -87,6 +87,10 @@ class Probe(Worker):
     @register()
     def size(self, value: np.ndarray, times: int = 1) -> int:
         return value.nbytes * times + self.rank
+
+    @register(dispatch=ALL_TO_ALL)
+    def each(self, value: int, more: int = 0) -> tuple[int, int]:
+        return self.rank, value + more
 
     @register(dispatch=RANK_ZERO)
     def first(self, value: str) -> str:

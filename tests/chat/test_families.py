@@ -99,7 +99,7 @@ def histories(draw: st.DrawFn) -> list[Any]:
 
 @pytest.mark.parametrize("template", HISTORIES)
 @given(talk=histories())
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_an_opening_with_assistant_turns_is_what_the_template_writes(template: str, talk: list[Any]) -> None:
     tokenizer, chat = tokenizer_of(template), auto(template)
     try:

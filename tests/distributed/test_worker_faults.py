@@ -103,11 +103,11 @@ def folders_of(processes: set[tuple[int, str]]) -> set[Path]:
     return found
 
 
-def gone(processes: set[tuple[int, str]], folders: set[Path], seconds: float = 20.0) -> None:
+def gone(processes: set[tuple[int, str]], folders: set[Path]) -> None:
     """Fails unless nothing of it is left, or goes in a moment."""
     assert len(processes) > 4  # Ray's and two workers were there
     assert folders
-    until = time.monotonic() + seconds
+    until = time.monotonic() + PATIENCE
     while left := [pid for pid, born in processes if start_of(pid) == born] + [f for f in folders if f.exists()]:
         assert time.monotonic() < until, left
         time.sleep(0.1)

@@ -1,7 +1,6 @@
 """Roles to save: tiny models with an optimizer that has learned a little, in one process or sharded over several."""
 
-import os
-import socket
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from meeting import meet
 from tiny_models import qwen3
 from torch import Tensor
 
@@ -80,19 +80,15 @@ def spread(model: Any, mesh: Any) -> Any:
 
 def on_ranks(size: int, work: Callable[..., None], *arguments: Any) -> None:
     """work(rank, size, *arguments) in `size` processes joined by gloo."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    started = torch.multiprocessing.start_processes(
-        _join, (size, port, work, arguments), nprocs=size, start_method="fork"
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        started = torch.multiprocessing.start_processes(
+            _join, (size, Path(folder, "meeting"), work, arguments), nprocs=size, start_method="fork"
+        )
     assert started is None  # it waits for them, and raises what one of them raised
 
 
-def _join(rank: int, size: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=size)
+def _join(rank: int, size: int, file: Path, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    meet(rank, file, size)
     work(rank, size, *arguments)
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pids: Iterable[int], seconds: float = 30.0) -> bool:
+def gone(pids: Iterable[int], seconds: float = SECONDS) -> bool:
     """Return whether all of them end within so many seconds."""
     try:
         until(lambda: not any(map(alive, pids)), seconds)

@@ -34,6 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 def _quick(monkeypatch):
     monkeypatch.setattr(connection, "_FIRST_PAUSE", 0.01)
     monkeypatch.setattr(endpoint, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "_CLOSE_SECONDS", 2.0)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -33,6 +33,7 @@ from agentrl.rollout.groups import After, roll_out
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.request import Seed
 from agentrl.rollout.scorer import Scorer
+from agentrl.rollout.talk import ENDLESS
 from agentrl.trajectory import Group, Trajectory
 
 CLOSE_SECONDS = 60.0
@@ -155,7 +156,7 @@ class Player:
             routing_replay=recipe.algorithm.routing_replay,
         )
         await engine.health()
-        if say is not None and recipe.rollout.max_tokens > engine.max_context:
+        if say is not None and engine.max_context < recipe.rollout.max_tokens < ENDLESS:
             say(
                 f"rollout.max_tokens {recipe.rollout.max_tokens} is more than the model's context: conversations end "
                 f"at {engine.max_context} tokens"

@@ -7,6 +7,7 @@ from agentrl.plugins.types import Content, Json, Message, Reply, Session, Task
 from agentrl.recipe.schema import Recipe, RewardsSection, RolloutSection
 
 ENDLESS = 1 << 30
+"""Stands for no bound, in `max_turns`, `max_tool_calls` and `max_tokens`."""
 PATIENCE = 1e6
 """Seconds allowed for a person, instead of `rollout.timeout` and `rollout.turn_timeout`."""
 

@@ -64,6 +64,7 @@ def test_a_person_talks_with_a_model_that_calls_tools(capsys, monkeypatch):
     assert "model tiny · tools calculator" in out
     assert re.search(r"^you> \[assistant\]\n(.*\n)?/calculator \{", out, re.M), "what was typed is not said again"
     assert SHOWN in out
+    assert "rollout.max_tokens" not in out, "what was not asked for is not said to be too much"
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(out)
     assert "a new conversation begins" in out
     assert EVENTS.count("create") == EVENTS.count("release") >= 2

@@ -54,8 +54,8 @@ def make_model(hidden: int, layers: int, folder: Path) -> str:
 
 
 def start_here(recipe: Recipe, module: bool) -> RoleHost:
-    model, tokenizer = load_model(recipe.model)
-    role_host = LocalRoles(recipe, model, tokenizer)
+    model = load_model(recipe.model)[0]
+    role_host = LocalRoles(recipe, model)
     if module:
         role_host.actor.forward = ModuleForward(model)
     return role_host

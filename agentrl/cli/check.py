@@ -248,7 +248,24 @@ def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     if plan is not None and sizes and recipe.model.device != "cpu" and min(sizes) < plan.device:
         who = "each worker" if recipe.cluster.used else "the trainer"
         lines.append(f"{who} needs {_size(plan.device)}, the smallest GPU here has {_size(min(sizes))}")
-    return lines
+    return lines + (_crowded(recipe, plan, sizes) if plan is not None else [])
+
+
+def _crowded(recipe: "Recipe", plan: "MemoryPlan", sizes: list[int]) -> list[str]:
+    """Return, in a line, which servers find less free than they take: where a trainer works on their GPUs in turn, what
+    it keeps from one step to the next stays there."""
+    from agentrl.training.preflight import placement_of
+
+    placement = placement_of(recipe, member=True)
+    trained, kept = placement.devices("trainer"), plan.between_steps
+    for row in placement.rows:
+        for device in row.devices if row.kind == "server" and row.share is not None else ():
+            if device in trained and device < len(sizes) and kept > (1 - row.share) * (size := sizes[device]):
+                return [
+                    f"{row.part} takes {row.share:g} of {_size(size)}, and the trainer keeps {_size(kept)} of the same "
+                    "GPU: set mem-fraction-static, for vLLM gpu-memory-utilization, lower in engine.args.flags"
+                ]
+    return []
 
 
 LARGE = 200e6

@@ -33,7 +33,7 @@ class Launched:
     first: int | None = None
     """Device of the first server, where the recipe names it."""
     share: float | None = None
-    """Share of a device's memory that a server takes, where the recipe names it."""
+    """Share of a device's memory that a server takes; None: the server finds it."""
 
 
 @dataclass(frozen=True, slots=True)

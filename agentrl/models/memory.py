@@ -131,10 +131,15 @@ class MemoryPlan:
         )  # fmt: skip
 
     @property
+    def between_steps(self) -> int:
+        """Bytes on the worker's device while an engine samples."""
+        return 0 if self.offload else self.kept - self.moments
+
+    @property
     def device(self) -> int:
         """Peak bytes on the worker's device."""
         passing = self.gathered + self.activations + self.tower + self.logits
-        return passing if self.offload else self.kept - self.moments + max(passing, self.moments)
+        return self.between_steps + (passing if self.offload else max(passing, self.moments))
 
     @property
     def host(self) -> int:

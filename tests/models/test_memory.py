@@ -307,6 +307,21 @@ def test_a_gpu_that_is_too_small_is_said(
     assert "on this machine (" not in said
 
 
+@pytest.mark.parametrize(("share", "size", "crowded"), [(0.6, 2, True), (0.1, 2, False), (0.6, 400, False)])
+def test_a_server_that_finds_too_little_beside_the_trainer_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    share: float, size: int, crowded: bool,
+) -> None:  # fmt: skip
+    held = type("Held", (), {"total_memory": size * 10**9})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: held)
+    recipe = ("recipes/gsm8k_tool_8gpu.yaml", f"model.path={folder}")
+    said = said_by_check(capsys, *recipe, f"engine.args.flags.mem-fraction-static={share}")
+    assert (f"missing: server 0 takes {share:g} of {size}.0 GB, and the trainer keeps" in said) is crowded
+    apart = said_by_check(capsys, *recipe, "engine.sleep=false", "cluster.gpus=4", "engine.args.servers=4")
+    assert "and the trainer keeps" not in apart
+
+
 def test_a_pool_of_its_own_is_shown_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = said_by_check(
         capsys, "recipes/gsm8k_tool_1gpu.yaml", f"model.path={folder}", "critic={}", "algorithm.advantage=gae",

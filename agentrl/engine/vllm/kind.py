@@ -32,6 +32,8 @@ from agentrl.weights.addresses import same_host
 
 LOGPROBS = "processed_logprobs"
 """The server's --logprobs-mode: those of the distribution that is sampled from."""
+SHARE = 0.92
+"""Of a GPU's memory: what a server takes that is not told otherwise."""
 _OUTSIDE = re.compile(r"vocab", re.I)
 
 
@@ -44,8 +46,8 @@ class VllmKind(ServerKind):
     experts_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
-        share = flags.get("gpu-memory-utilization")
-        return Launched(servers=servers, ranks=gpus_of(flags), share=None if share is None else float(share))
+        share = float(flags.get("gpu-memory-utilization") or SHARE)
+        return Launched(servers=servers, ranks=gpus_of(flags), share=share)
 
     def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
         found = super().refused(settings, sleep=sleep, lora=lora, gpus=gpus)

@@ -374,7 +374,7 @@ def test_servers_of_one_machine_take_gpus_of_their_own(monkeypatch: pytest.Monke
     assert two.environment(1)["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert two.environment(0)["CUDA_VISIBLE_DEVICES"] == "4,5"
     assert replace(two, devices=((2, 3),)).environment(0)["CUDA_VISIBLE_DEVICES"] == "6,7"
-    assert VllmEngine.launched({"servers": 2, "flags": {"tp": 2}}) == Launched(servers=2, ranks=2)
+    assert VllmEngine.launched({"servers": 2, "flags": {"tp": 2}}) == Launched(servers=2, ranks=2, share=0.92)
 
 
 def test_a_server_on_a_network_asks_for_the_key_on_every_path() -> None:

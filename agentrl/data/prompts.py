@@ -17,6 +17,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
+from agentrl.threads import in_thread
 
 _log = logging.getLogger("agentrl.data")
 AT_ONCE = 64  # openings made together, and measured in one batch
@@ -71,7 +72,7 @@ async def drawn(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Seque
 async def showable(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task], index: int) -> bool:
     """Return whether the images of a task that was drawn can be shown, which only decoding them says. Where not, the
     task is excluded, and that is said. Raises UserError: no task is left."""
-    if not isinstance(chat, Seeing) or (why := await in_image_thread(unseen, env, chat, task := tasks[index])) is None:
+    if not isinstance(chat, Seeing) or (why := await unseen(env, chat, task := tasks[index])) is None:
         return True
     sampler.excluded |= {index}
     _log.warning("task %s is left out: %s", task.id, why)
@@ -80,19 +81,38 @@ async def showable(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Se
     return False
 
 
-def unseen(env: Environment, chat: Chat, task: Task) -> str | None:
-    """Return why an image of a task's opening cannot be shown, once it is decoded; None: all of them can."""
+async def unseen(env: Environment, chat: Chat, task: Task) -> str | None:
+    """Return why an image of a task's opening cannot be shown, once it is decoded; None: all of them can. Raises
+    UserError: the environment fails to give them, or takes longer than OPENING_SECONDS."""
     if not isinstance(chat, Seeing):
         return None
     try:
-        for image in env.images(task):
-            chat.image_tokens(STORE.put(image))
+        async with asyncio.timeout(OPENING_SECONDS):
+            images = await in_thread(_images_of, env, task)
+        await in_image_thread(_decode, chat, images)
     except ImageError as error:
         return f"an image cannot be shown: {error}"
+    except TimeoutError as error:
+        late = f"images({task.id!r}) did not return within {OPENING_SECONDS:g} seconds"
+        raise UserError(f"environment {env.name!r}: {late}") from error
+    return None
+
+
+def _images_of(env: Environment, task: Task) -> list[object]:
+    """Return the images that the environment gives, which may have to be fetched. Raises ImageError as it does, and
+    UserError for anything else that it raises."""
+    try:
+        return list(env.images(task))
+    except ImageError:
+        raise
     except BaseException as error:
         failure = contained(error)
         raise UserError(f"environment {env.name!r}: images({task.id!r}) failed: {describe(failure)}") from error
-    return None
+
+
+def _decode(chat: Seeing, images: Sequence[object]) -> None:
+    for image in images:
+        chat.image_tokens(STORE.put(image))
 
 
 async def measure_prompts(

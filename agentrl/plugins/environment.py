@@ -45,7 +45,8 @@ class Environment(ABC):
 
     def images(self, task: Task) -> Sequence[object]:
         """Return the images of a task's opening that may turn out to be broken, as those of data: they are decoded
-        before the task is played, and another is drawn where one cannot be shown. By default none."""
+        before the task is played, and another is drawn where one cannot be shown. By default none. Called in
+        threads, for several tasks at the same time."""
         return ()
 
     async def execute(self, session: Session, message: Message) -> Reply:

@@ -14,7 +14,6 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class, launched_by
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
-from agentrl.images import in_image_thread
 from agentrl.models.image_input import check_sight, limit_images
 from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
 from agentrl.plugins.agent import Agent
@@ -177,7 +176,7 @@ class Player:
 
     async def unseen(self, task: Task) -> str | None:
         """Return why an image of a task's opening cannot be shown; None: all of them can."""
-        return await in_image_thread(unseen, self.env, self.chat, task) if self.sees else None
+        return await unseen(self.env, self.chat, task)
 
     async def draw(self, sampler: TaskSampler, tasks: Sequence[Task], count: int) -> list[int]:
         """Return the indices of the next `count` tasks whose images can be shown. Raises UserError: no task is left."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fakes import TASK, CharChat, Echo
 from agentrl import Environment, Message, Session, Task, UserError
 from agentrl.chat.base import Measuring, Seeing
 from agentrl.chat.load import load_chat
+from agentrl.data import prompts
 from agentrl.data.prompts import AT_ONCE, PromptLengths, measure_prompts, unseen
 
 
@@ -141,25 +143,43 @@ def test_counts_are_said() -> None:
         PromptLengths((5, 9), 4).report("training")
 
 
+class Giving(Environment):
+    """Gives the images of a task as `give` does."""
+
+    name = "giving"
+
+    def __init__(self, give: Callable[[], Sequence[Any]]) -> None:
+        self.give = give
+
+    async def create(self, session: Session, **_: Any) -> Sequence[Message]:
+        return [{"role": "user", "content": "look"}]
+
+    def images(self, task: Task) -> Sequence[Any]:
+        return self.give()
+
+    async def calc_reward(self, session: Session, **_: Any) -> float:
+        return 0.0
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return [TASK]
+
+
+class Sees(Seeing, CharChat):
+    pass
+
+
 @pytest.mark.parametrize(("raised", "words"), [(ValueError("no file"), "no file"), (SystemExit(7), "SystemExit")])
-def test_images_that_an_environment_cannot_give_are_one_line(raised: BaseException, words: str) -> None:
-    class Leaving(Environment):
-        name = "leaving"
-
-        async def create(self, session: Session, **_: Any) -> Sequence[Message]:
-            return [{"role": "user", "content": "look"}]
-
-        def images(self, task: Task) -> Sequence[Any]:
-            raise raised
-
-        async def calc_reward(self, session: Session, **_: Any) -> float:
-            return 0.0
-
-        def tasks(self, split: str) -> Sequence[Task]:
-            return [TASK]
-
-    class Sees(Seeing, CharChat):
-        pass
+async def test_images_that_an_environment_cannot_give_are_one_line(raised: BaseException, words: str) -> None:
+    def leave() -> Sequence[Any]:
+        raise raised
 
     with pytest.raises(UserError, match=rf"images\('{TASK.id}'\) failed: .*{words}"):
-        unseen(Leaving(), Sees(), TASK)
+        await unseen(Giving(leave), Sees(), TASK)
+
+
+async def test_images_that_never_come_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "OPENING_SECONDS", 0.05)
+    never = Event()
+    with pytest.raises(UserError, match=rf"'giving': images\('{TASK.id}'\) did not return within 0.05 seconds"):
+        await unseen(Giving(never.wait), Sees(), TASK)
+    never.set()

@@ -259,12 +259,12 @@ def _crowded(recipe: "Recipe", plan: "MemoryPlan", sizes: list[int]) -> list[str
     placement = placement_of(recipe, member=True)
     trained, kept = placement.devices("trainer"), plan.between_steps
     for row in placement.rows:
-        for device in row.devices if row.kind == "server" and row.share is not None else ():
-            if device in trained and device < len(sizes) and kept > (1 - row.share) * (size := sizes[device]):
-                return [
-                    f"{row.part} takes {row.share:g} of {_size(size)}, and the trainer keeps {_size(kept)} of the same "
-                    "GPU: set mem-fraction-static, for vLLM gpu-memory-utilization, lower in engine.args.flags"
-                ]
+        own = [sizes[device] for device in row.devices if device in trained and device < len(sizes)]
+        if row.share is not None and own and kept > (1 - row.share) * min(own):
+            return [
+                f"{row.part} takes {row.share:g} of {_size(min(own))}, and the trainer keeps {_size(kept)} of the same "
+                "GPU: set mem-fraction-static, for vLLM gpu-memory-utilization, lower in engine.args.flags"
+            ]
     return []
 
 

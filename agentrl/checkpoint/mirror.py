@@ -22,7 +22,7 @@ from agentrl.checkpoint import disk
 from agentrl.checkpoint.checkpoints import CHECKSUMS, Checkpoints, Saved
 from agentrl.checkpoint.roles import TRAINER
 from agentrl.checkpoint.run_folder import CHECKPOINTS, RECIPE, TRAJECTORIES
-from agentrl.errors import UserError, describe
+from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.types import Json
 from agentrl.remote import is_remote
 
@@ -56,8 +56,8 @@ class Store:
             self._root = root.rstrip("/")
             self._made: set[str] = set()
             self.first = self.sizes()
-        except Exception as error:  # the boundary to stores of all kinds
-            raise UserError(f"{key}: {url} cannot be opened: {describe(error, place=False)}") from error
+        except BaseException as error:  # the boundary to stores of all kinds
+            raise UserError(f"{key}: {url} cannot be opened: {describe(contained(error), place=False)}") from error
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each file, by its path relative to the folder."""
@@ -173,8 +173,8 @@ class Mirror:
         """Copy what is new besides checkpoints, now. What goes wrong is told."""
         try:
             self._copy_results(self._store.sizes())
-        except Exception as error:  # noqa: BLE001 - the boundary to stores of all kinds
-            self._failed(error)
+        except BaseException as error:  # noqa: BLE001 - the boundary to stores of all kinds
+            self._failed(contained(error))
 
     def _work(self) -> None:
         tries = LAST_TRIES
@@ -197,8 +197,8 @@ class Mirror:
             there = self._store.sizes()
             self._copy_results(there)
             self._prune(there)
-        except Exception as error:  # noqa: BLE001 - the boundary to stores of all kinds
-            self._failed(error)
+        except BaseException as error:  # noqa: BLE001 - the boundary to stores of all kinds
+            self._failed(contained(error))
             return False
         if self._told is not None:
             self._told = None
@@ -310,8 +310,9 @@ def fetched_run(url: str, output: str | None) -> Path:
             shutil.rmtree(aside, ignore_errors=True)
     except UserError:
         raise
-    except Exception as error:  # the boundary to stores of all kinds
-        raise UserError(f"{key} {url}: it cannot be copied to {folder}: {describe(error, place=False)}") from error
+    except BaseException as error:  # the boundary to stores of all kinds
+        why = describe(contained(error), place=False)
+        raise UserError(f"{key} {url}: it cannot be copied to {folder}: {why}") from error
     return folder
 
 

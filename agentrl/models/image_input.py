@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agentrl.errors import UserError, describe
+from agentrl.errors import UserError, contained, describe
 from agentrl.images import MAX_TOKENS, STORE, ImageError, ImageLimits, ImageSize, Recent
 from agentrl.models.image_families import Family, Grid, Pixels, family_of
 from agentrl.recipe.schema import Recipe
@@ -85,8 +85,9 @@ def _understood(work: Callable[[], Any]) -> Any:
     pixels."""
     try:
         return work()
-    except Exception as error:  # the boundary to code that a model may bring
-        raise ImageError(f"the model's image processor does not take it: {describe(error, place=False)}") from error
+    except BaseException as error:  # the boundary to code that a model may bring
+        why = describe(contained(error), place=False)
+        raise ImageError(f"the model's image processor does not take it: {why}") from error
 
 
 def image_input(path: str, trust_remote_code: bool = False) -> ImageInput | None:

@@ -133,7 +133,14 @@ def test_only_what_is_marked_whole_counts(tmp_path: Path) -> None:
     assert below(fetched_run(url, str(tmp_path / "c"))) == below(found)
 
 
-def test_a_store_that_refuses_is_told_once_and_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Panic(BaseException):
+    """What stores that are not written in Python may raise."""
+
+
+@pytest.mark.parametrize("kind", [PermissionError, Panic])
+def test_a_store_that_refuses_is_told_once_and_made_up_for(
+    tmp_path: Path, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(mirror, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(mirror, "LAST_RETRY_SECONDS", 0.01)
     url = f"file://{tmp_path}/there"
@@ -143,13 +150,13 @@ def test_a_store_that_refuses_is_told_once_and_made_up_for(tmp_path: Path, monke
 
     def refuse(local: Path, name: str, *rest: Any) -> None:
         tries.append(name)
-        raise PermissionError("no credentials")
+        raise kind("no credentials")
 
     run.mirror._store.put = refuse  # type: ignore[method-assign]
     run.save(1)
     until(lambda: len(tries) > 3)
     assert run.lines == [
-        f"train.mirror: {url} is not up to date: PermissionError: no credentials; the run goes on, and tries again"
+        f"train.mirror: {url} is not up to date: {kind.__name__}: no credentials; the run goes on, and tries again"
     ]
     run.mirror._store.put = put  # type: ignore[method-assign]
     until(lambda: len(run.lines) == 2)
@@ -159,7 +166,7 @@ def test_a_store_that_refuses_is_told_once_and_made_up_for(tmp_path: Path, monke
     run.save(2)
     (line,) = run.mirror.close()
     assert line == (
-        f"train.mirror: {url} lacks the last checkpoint: PermissionError: no credentials; it is in {tmp_path / 'a'}"
+        f"train.mirror: {url} lacks the last checkpoint: {kind.__name__}: no credentials; it is in {tmp_path / 'a'}"
     )
     run.wait(1)  # what is whole there stays
 

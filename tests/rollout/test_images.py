@@ -381,6 +381,15 @@ async def test_pictures_that_the_models_processor_refuses_are_told_in_words(part
     assert "image 1 of a message of role 'user': the model's image processor does not take it" in t.failure.message
 
 
+async def test_a_processor_that_would_end_the_process_is_told_in_words(parts, monkeypatch):
+    def leave(*_, **__):
+        raise SystemExit(3)
+
+    monkeypatch.setattr(parts[0].image_input, "processor", leave)
+    t, _ = await drive(parts[1], Gallery([], [picture(4711)]), [CALL, "a"])  # of which nothing is known yet
+    assert "image 1 cannot be shown: the model's image processor does not take it: SystemExit: 3" in str(t.messages)
+
+
 async def test_stored_rollouts_come_back_with_their_pictures(parts, tmp_path):
     t, _ = await drive(parts[1], Gallery([picture(1)], [picture(2)]), [CALL, "a"])
     (tmp_path / "trajectories").mkdir()

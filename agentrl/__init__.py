@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from agentrl.errors import UserError
     from agentrl.eval.compare import compare
     from agentrl.eval.evaluate import evaluate
+    from agentrl.fine_tuning.run import sft
+    from agentrl.plugins.agent import Agent, AgentClient, Outcome
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment, LazyTasks
     from agentrl.plugins.reward import GroupReward, Reward, Sample
@@ -28,10 +30,11 @@ if TYPE_CHECKING:
         ToolResponse,
     )
     from agentrl.recipe.schema import Recipe
-    from agentrl.sft.run import sft
     from agentrl.training.run import train
 
 _HOMES = {
+    "Agent": "agentrl.plugins.agent",
+    "AgentClient": "agentrl.plugins.agent",
     "ArgumentError": "agentrl.plugins.types",
     "Engine": "agentrl.engine.base",
     "Environment": "agentrl.plugins.environment",
@@ -41,6 +44,7 @@ _HOMES = {
     "LazyTasks": "agentrl.plugins.environment",
     "LossTerms": "agentrl.algo.terms",
     "Message": "agentrl.plugins.types",
+    "Outcome": "agentrl.plugins.agent",
     "Recipe": "agentrl.recipe.schema",
     "Reply": "agentrl.plugins.types",
     "Reward": "agentrl.plugins.reward",
@@ -59,13 +63,15 @@ _HOMES = {
     "UserError": "agentrl.errors",
     "compare": "agentrl.eval.compare",
     "evaluate": "agentrl.eval.evaluate",
-    "sft": "agentrl.sft.run",
+    "sft": "agentrl.fine_tuning.run",
     "tool": "agentrl.plugins.decorator",
     "train": "agentrl.training.run",
 }
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
+    "Agent",
+    "AgentClient",
     "ArgumentError",
     "Engine",
     "Environment",
@@ -75,6 +81,7 @@ __all__ = [
     "LazyTasks",
     "LossTerms",
     "Message",
+    "Outcome",
     "Recipe",
     "Reply",
     "Reward",

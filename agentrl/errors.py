@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, CoroutineType
 from typing import Any, TypeVar
 
+from agentrl.secrets import masked_text, without_known
+
 T = TypeVar("T")
 
 _LINE = 500  # maximum characters of an error that is not ours, with its type
@@ -38,12 +40,17 @@ class UserError(PlainError):
     """Bad input: a recipe, a data row, a plugin or a folder. The command line prints one line and exits with 2."""
 
 
+class InfrastructureError(PlainError):
+    """A plugin cannot do its work for reasons that are not the model's: a server is down, a sandbox is lost. The
+    request becomes FAILED, and is tried again; the model is told nothing."""
+
+
 class PluginExitError(Exception):
     """A plugin raised a BaseException that is no Exception, such as SystemExit or a native panic: `__cause__`."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint such as `; did you mean 'calculator'?`, or the list of known names if none is similar."""
+    """A hint such as `; did you mean 'calculator'?`, or the list of known names if none is similar."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     if close and difflib.get_close_matches(name, close, n=1, cutoff=0.8):  # a slip: what is far from it is not meant
@@ -54,7 +61,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def contained(error: BaseException) -> Exception:
-    """Return an exception of a plugin's asynchronous code as an Exception.
+    """An exception of a plugin's asynchronous code as an Exception.
 
     Raises `error` again if it does not come from the plugin: a cancellation, an exception from a signal handler, or
     GeneratorExit in a coroutine that is closed without a running task.
@@ -93,20 +100,25 @@ def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
 
 
 def from_signal(error: BaseException) -> bool:
-    """Return whether a signal handler raised `error` to end the program, as a real Ctrl-C does."""
+    """Whether a signal handler raised `error` to end the program, as a real Ctrl-C does."""
     if isinstance(error, Exception):
         return False
     if isinstance(error, BaseExceptionGroup):
         return any(from_signal(one) for one in error.exceptions)
-    handlers = {_code(signal.getsignal(number)) for number in signal.valid_signals()}
+    handlers = signal_handlers()
     if any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__)):
         return True
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # written in C: it leaves no frame
     return default and isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
+def signal_handlers() -> set[CodeType | None]:
+    """The code of the handlers of this process's signals, by which their frames are known."""
+    return {_code(signal.getsignal(number)) for number in signal.valid_signals()}
+
+
 def _code(handler: object) -> CodeType | None:
-    """Return the code that a handler runs, unwrapped from partials and methods."""
+    """The code that a handler runs, unwrapped from partials and methods."""
     while hasattr(handler, "func"):
         handler = handler.func
     return getattr(getattr(handler, "__func__", handler), "__code__", None)
@@ -122,14 +134,14 @@ def _in_task() -> bool:
 
 
 def describe(error: BaseException, *, place: bool = True, plain: bool = True) -> str:
-    """Return an exception as one line: its type, its text and the line of code that it comes from.
+    """An exception as one line without secrets: its type, its text and the line of code that it comes from.
 
     For a PlainError, only the text. place: whether to name the line of code: the last one outside of libraries, else
     the first one outside of agentrl and Python. plain: False treats a PlainError as any other exception.
     """
     if isinstance(error, PluginExitError) and error.__cause__ is not None:
         error = error.__cause__
-    text = " ".join(message_of(error)[: 4 * _PLAIN_LINE].split())
+    text = masked_text(" ".join(without_known(message_of(error))[: 4 * _PLAIN_LINE].split()))
     if plain and isinstance(error, PlainError):
         return text[:_PLAIN_LINE]
     name = type(error).__name__
@@ -137,12 +149,17 @@ def describe(error: BaseException, *, place: bool = True, plain: bool = True) ->
 
 
 def message_of(error: BaseException) -> str:
-    """Return `str(error)`, or a replacement if that raises."""
+    """`str(error)`, or a replacement if that raises."""
     try:
         return str(error)
     except BaseException as another:  # noqa: BLE001 - boundary: a plugin's class may do anything here
         contained(another)
         return f"its message cannot be read ({type(another).__name__})"
+
+
+def is_own(file: str) -> bool:
+    """Whether a file of code is neither a library's nor ours: a plugin's, mostly."""
+    return not file.startswith(("<", *_LIBRARIES)) and not _installed(file)
 
 
 def _place(error: BaseException) -> str:
@@ -158,13 +175,13 @@ def _installed(file: str) -> bool:
 
 
 def _defined(function: Callable[..., object]) -> str:
-    """Return the place where a function is defined, for a call that failed before its first line."""
+    """The place where a function is defined, for a call that failed before its first line."""
     code = getattr(function, "__code__", None)
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
 
 
 def printable(text: str) -> str:
-    """Return `text` with its control characters as escapes, such as `\\x1b`, so that a terminal shows them."""
+    """`text` with its control characters as escapes, such as `\\x1b`, so that a terminal shows them."""
     return _CONTROLS.sub(_escape, text.replace("\r\n", "\n")) if _CONTROLS.search(text) else text
 
 

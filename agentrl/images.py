@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from os import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
@@ -77,7 +78,7 @@ class Recent(Generic[V]):
         return len(self._values)
 
     def get(self, key: Hashable) -> V | None:
-        """Return a value that is still there, or None."""
+        """A value that is still there, or None."""
         with self._lock:
             if key not in self._values:
                 return None
@@ -175,7 +176,7 @@ class ImageStore:
             self._others.append(folder)
 
     def put(self, given: object) -> str:
-        """Return the hash of an image: a path, the bytes of a file, a `data:` URL, a PIL image, or a mapping with
+        """The hash of an image: a path, the bytes of a file, a `data:` URL, a PIL image, or a mapping with
         `bytes` or `path`, as data sets hold them. Raises ImageError: it is none, is damaged, or is too large."""
         given = unwrapped(given)
         if not isinstance(given, bytes):
@@ -201,19 +202,19 @@ class ImageStore:
         return key
 
     def again(self, key: str) -> str:
-        """Return the hash of an image that came before, which is now in the folder too."""
+        """The hash of an image that came before, which is now in the folder too."""
         if key not in self._written:
             self._write(key, self.load(key))
         return key
 
     def holds(self, key: str) -> bool:
-        """Return whether `key` is the hash of an image that came before, or lies in a folder that is looked in."""
+        """Whether `key` is the hash of an image that came before, or lies in a folder that is looked in."""
         if self._short.get(key[:_HASH_DIGITS]) != key and _HASH.fullmatch(key) and self._find(key) is not None:
             self._short.setdefault(key[:_HASH_DIGITS], key)
         return self._short.get(key[:_HASH_DIGITS]) == key
 
     def load(self, key: str) -> Any:
-        """Return an image, as PIL's, RGB. Raises UserError: it is not stored here."""
+        """An image, as PIL's, RGB. Raises UserError: it is not stored here."""
         if (image := self._decoded.get(key)) is None:
             image = _decoded(self.path(key), _STORED)
             self._decoded.put(key, image, _memory(image))
@@ -228,10 +229,10 @@ class ImageStore:
                 folder.mkdir(parents=True, exist_ok=True)
                 beside = folder / f"{key}.new"
                 shutil.copyfile(found, beside)
-                beside.replace(folder / f"{key}.png")
+                replace(beside, folder / f"{key}.png")
 
     def path(self, key: str) -> Path:
-        """Return the PNG file of an image. Raises UserError: there is none."""
+        """The PNG file of an image. Raises UserError: there is none."""
         if (found := self._find(key)) is not None:
             return found
         raise UserError(f"the image {key[:12]} is not stored: its run's folder {FOLDER}/ lacks {key}.png")
@@ -244,7 +245,7 @@ class ImageStore:
         return (*([self._folder] if self._folder is not None else []), *self._others)
 
     def of_key(self, key: str) -> str:
-        """Return the whole hash of which `key` is the beginning that ids hold, or itself."""
+        """The whole hash of which `key` is the beginning that ids hold, or itself."""
         short = key[:_HASH_DIGITS]
         if short not in self._short:  # one look at a folder finds all that have come since the last
             for folder in self._folders:
@@ -265,7 +266,7 @@ class ImageStore:
         if not path.exists():
             beside = path.with_suffix(f".{threading.get_ident()}.new")
             image.save(beside, format="PNG", compress_level=1)  # 6 takes five times as long for 14 % less
-            beside.replace(path)
+            replace(beside, path)
         self._written.add(key)
 
 
@@ -278,7 +279,7 @@ def _memory(image: Any) -> int:
 
 
 def unwrapped(given: object) -> Any:
-    """Return what a mapping with `bytes`, `path` or `url` holds, the first that is there; anything else as it is."""
+    """What a mapping with `bytes`, `path` or `url` holds, the first that is there; anything else as it is."""
     if isinstance(given, Mapping) and not given.keys().isdisjoint(_FIELDS):
         return next((given[name] for name in _FIELDS if given.get(name) is not None), None)
     return given
@@ -294,7 +295,7 @@ class ImageSize(NamedTuple):
 
 
 def size_of(given: object) -> ImageSize:
-    """Return the size of an image by its file's head. Raises ImageError: it is none, is too large, or its file is cut
+    """The size of an image by its file's head. Raises ImageError: it is none, is too large, or its file is cut
     off or damaged, as far as checksums or its end say so: those of a PNG all, a JPEG may turn out later."""
     given = unwrapped(given)
     opened, stream = _opened(given, STORE.limits)
@@ -321,7 +322,7 @@ def _check_whole(opened: Any, stream: BinaryIO) -> None:
 
 
 def _named(given: Any) -> str:
-    """Return the file of an image in brackets, where it is one."""
+    """The file of an image in brackets, where it is one."""
     known = isinstance(given, str | Path) and not str(given).startswith("data:")
     return f" ({str(given)[:200]})" if known else ""
 
@@ -331,7 +332,7 @@ def _damaged(error: Exception) -> ImageError:
 
 
 def _opened(given: Any, limits: ImageLimits) -> tuple[Any, BinaryIO | None]:
-    """Return an image that is not decoded yet, and the stream that it is read from. Raises ImageError."""
+    """An image that is not decoded yet, and the stream that it is read from. Raises ImageError."""
     from PIL import Image
 
     opened, stream = given, None
@@ -355,7 +356,7 @@ def _opened(given: Any, limits: ImageLimits) -> tuple[Any, BinaryIO | None]:
 
 
 def _decoded(given: object, limits: ImageLimits) -> Any:
-    """Return an image as RGB, upright, what is transparent on white. Raises ImageError."""
+    """An image as RGB, upright, what is transparent on white. Raises ImageError."""
     opened, stream = _opened(given, limits)
     with stream or nullcontext():
         return _rgb(opened)
@@ -376,7 +377,7 @@ def _rgb(opened: Any) -> Any:
 
 
 def _stream(given: Any, most: int) -> BinaryIO:
-    """Return an image's file, to be read. Raises ImageError: it has more bytes than `most`, or there is none."""
+    """An image's file, to be read. Raises ImageError: it has more bytes than `most`, or there is none."""
     large = f"its file is larger than {most:,} bytes (rollout.max_image_bytes)"
     data = b""
     if isinstance(given, bytes | bytearray | memoryview):
@@ -409,22 +410,22 @@ def _stream(given: Any, most: int) -> BinaryIO:
 
 
 def data_url(key: str) -> str:
-    """Return a stored image as a `data:` URL. Raises UserError: it is not stored here."""
+    """A stored image as a `data:` URL. Raises UserError: it is not stored here."""
     return "data:image/png;base64," + base64.b64encode(STORE.path(key).read_bytes()).decode()
 
 
 def is_image(part: object) -> bool:
-    """Return whether a part of a content is an image."""
+    """Whether a part of a content is an image."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 
 def is_kept(part: Json) -> bool:
-    """Return whether a part of a stored content is an image that was kept, by its hash."""
+    """Whether a part of a stored content is an image that was kept, by its hash."""
     return is_image(part) and isinstance(part.get("image"), str) and bool(_HASH.fullmatch(part["image"]))
 
 
 def hashes(messages: Sequence[Mapping[str, Json]]) -> list[Json]:
-    """Return the hashes of the images of stored messages, in order."""
+    """The hashes of the images of stored messages, in order."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part.get("image") for part in parts if is_image(part)]
@@ -437,7 +438,7 @@ def check_count(messages: Sequence[Mapping[str, Json]], most: int) -> None:
 
 
 def without_last_image(messages: Sequence[Json]) -> list[Json] | None:
-    """Return messages without their last image, and in words how many a message lost; None: they hold none."""
+    """Messages without their last image, and in words how many a message lost; None: they hold none."""
     for at in range(len(messages) - 1, -1, -1):
         content = messages[at].get("content")
         where = [i for i, part in enumerate(content) if is_image(part)] if isinstance(content, list) else []
@@ -450,7 +451,7 @@ def without_last_image(messages: Sequence[Json]) -> list[Json] | None:
 
 
 def shown(message: Json, folder: Path) -> Json:
-    """Return a message for a page, its images as `data:` URLs of files in `folder`, large ones made smaller; one that
+    """A message for a page, its images as `data:` URLs of files in `folder`, large ones made smaller; one that
     is not there stays a hash."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
@@ -473,7 +474,7 @@ def _shown(part: Mapping[str, object], folder: Path) -> Mapping[str, Json]:
 
 
 def _smaller(file: Path) -> bytes:
-    """Return an image as a JPEG file of at most _SIDE x _SIDE pixels. Raises OSError."""
+    """An image as a JPEG file of at most _SIDE x _SIDE pixels. Raises OSError."""
     image = _decoded(file, _STORED)
     image.thumbnail((_SIDE, _SIDE))
     buffer = io.BytesIO()
@@ -482,7 +483,7 @@ def _smaller(file: Path) -> bytes:
 
 
 def stored(message: Json, check: Callable[[str], object] | None = None) -> Json:
-    """Return a message with its images in the store, by hash: `{"type": "image", "image": hash}`. check: raises
+    """A message with its images in the store, by hash: `{"type": "image", "image": hash}`. check: raises
     ImageError for a hash that is not to be shown, such as `Seeing.image_tokens`. Raises ImageError, which names the
     image by its place."""
 
@@ -496,13 +497,13 @@ def stored(message: Json, check: Callable[[str], object] | None = None) -> Json:
 
 
 async def all_stored(messages: Sequence[Json], check: Callable[[str], object] | None = None) -> list[Json]:
-    """Return `stored` of each, whose images are decoded in threads. Raises ImageError."""
+    """`stored` of each, whose images are decoded in threads. Raises ImageError."""
     made = (in_image_thread(stored, message, check) if hashes([message]) else None for message in messages)
     return [message if work is None else await work for message, work in zip(messages, made, strict=True)]
 
 
 def sized(message: object) -> Json:
-    """Return a message with the size of each image in its place; raises ImageError as `size_of`, named by its place.
+    """A message with the size of each image in its place; raises ImageError as `size_of`, named by its place.
     Nothing is decoded or kept."""
     return _with_images(message, _size)
 
@@ -525,7 +526,7 @@ def _with_images(message: Json, made: Callable[[Any], Any]) -> Json:
 
 
 def sent(message: Json) -> Json:
-    """Return a message of the store as a client of the Chat Completions API sends it: its images as `data:` URLs."""
+    """A message of the store as a client of the Chat Completions API sends it: its images as `data:` URLs."""
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
         return message
@@ -533,7 +534,7 @@ def sent(message: Json) -> Json:
 
 
 def sent_part(part: Json) -> Json:
-    """Return a part of a stored content as the Chat Completions API has it. Raises UserError: its image is not stored
+    """A part of a stored content as the Chat Completions API has it. Raises UserError: its image is not stored
     here."""
     return {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if is_kept(part) else part
 
@@ -552,7 +553,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def keyed(ids: object, spans: Sequence[ImageSpan]) -> Ints:
-    """Return ids [T] as int64, the placeholders of each image replaced by negative ids that no other image has."""
+    """Ids [T] as int64, the placeholders of each image replaced by negative ids that no other image has."""
     found: Ints = np.array(ids, np.int64)
     for span in spans:
         first = int(span.hash[:_HASH_DIGITS], 16) << _PLACE_BITS
@@ -575,7 +576,7 @@ class KeyedRun:
 
 
 def runs(ids: Ints) -> list[KeyedRun]:
-    """Return the images of keyed ids, each where it stands; the first or last may be cut."""
+    """The images of keyed ids, each where it stands; the first or last may be cut."""
     where = np.flatnonzero(ids < 0)
     if not len(where):
         return []

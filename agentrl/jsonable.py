@@ -1,5 +1,11 @@
-"""`Json`: the one type of values whose shape their author knows: task data, arguments, schemas, recipes."""
+"""`Json`: the one type of values whose shape their author knows: task data, arguments, schemas, recipes.
 
+What reads and writes the files of a run takes `dumps` and `loads` from here, before any plugin is imported: what a
+plugin makes of those of `json` does not reach it.
+"""
+
+from json import dumps as dumps
+from json import loads as loads
 from typing import Any, TypeAlias
 
 Json: TypeAlias = Any

@@ -17,13 +17,13 @@ from agentrl.errors import UserError, describe
 
 
 def is_remote(text: str) -> bool:
-    """Return whether a text is a URL."""
+    """Whether a text is a URL."""
     return "://" in text
 
 
 @cache
 def fetched(url: str, key: str) -> Path:
-    """Return a local folder with the file, the files of the folder, or those of the glob at `url`.
+    """A local folder with the file, the files of the folder, or those of the glob at `url`.
 
     A copy is made once for what the store says of the files (size, time, checksums), so that changed ones are copied
     again; `$XDG_CACHE_HOME/agentrl/remote` holds them. key: of the recipe, for errors. Raises UserError: nothing is
@@ -55,7 +55,7 @@ _ATTEMPTS = 2
 
 
 def downloaded(url: str, *, most: int, anywhere: bool) -> Path:
-    """Return a local copy of the file at an http address that data names, made once.
+    """A local copy of the file at an http address that data names, made once.
 
     most: bytes that it may have. anywhere: also from machines of one's own network, and through a proxy; otherwise from
     addresses that all the world can reach. Raises OSError, whose text says why there is none.

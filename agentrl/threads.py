@@ -125,7 +125,7 @@ class Call(Future[Any]):
 
 
 def _raisable(error: BaseException) -> BaseException:
-    """Return `error`, or a RuntimeError in place of StopIteration, which a future awaited by asyncio cannot raise."""
+    """`error`, or a RuntimeError in place of StopIteration, which a future awaited by asyncio cannot raise."""
     if not isinstance(error, StopIteration):
         return error
     made = RuntimeError(f"it raised StopIteration: {error}")
@@ -210,7 +210,7 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return `module.name` of a function, unwrapped from partials and `Context.run`."""
+    """`module.name` of a function, unwrapped from partials and `Context.run`."""
     while isinstance(function, functools.partial):
         inner = function.func
         ran = isinstance(getattr(inner, "__self__", None), contextvars.Context) and function.args

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.constraint import Allowed, allows
 from agentrl.images import ImageSpan
 from agentrl.plugins.types import Json, Message, Task
 
@@ -79,9 +80,16 @@ class Turn:
     reward: float = 0.0
     """Sum of the step rewards of its tool calls and of the environment's reply."""
     trained: bool = True
-    """Whether the loss covers its tokens; False for an auxiliary call of an agent."""
+    """Whether the loss covers its tokens."""
     state: str = ""
     """The environment's `state_key` when it began; empty where there was none."""
+    role: str = ""
+    """The seat that an agent called for, such as `judge`; empty: the rollout's own."""
+    asked: Mapping[str, Json] = field(default_factory=dict)
+    """What an agent's call asked for that the recipe decides, such as a temperature."""
+    untrained: str = ""
+    """Why the loss does not cover the answer to an agent's call: `unreceived`, `unproven`, `marked` by the agent,
+    `without_tools`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +191,11 @@ class Trajectory:
     None without `algorithm.routing_replay`, and of a tree. Not stored on disk."""
     images: tuple[ImageSpan, ...] = ()
     """Where images stand in `ids`, in order."""
+    seats: Mapping[str, float] = field(default_factory=dict)
+    """Rewards of seats by name, in place of `reward` for the turns of their `role`."""
+    allowed: Allowed | None = None
+    """object [T]: of each token that was sampled under a constraint the ids that were allowed (`constraint.packed`),
+    None elsewhere; None where there is no such token."""
 
     @property
     def reward(self) -> float:
@@ -200,14 +213,14 @@ class Trajectory:
         return int(self.loss_mask.sum())
 
     def paths(self) -> "list[npt.NDArray[np.int64]]":
-        """Return the indices of the tokens of each path from a root to a leaf, in the order of the leaves."""
+        """The indices of the tokens of each path from a root to a leaf, in the order of the leaves."""
         if not self.segments:
             return [np.arange(len(self.ids))]
         inner = {segment.parent for segment in self.segments}
         return [self._path(leaf) for leaf in range(len(self.segments)) if leaf not in inner]
 
     def last_path(self) -> "npt.NDArray[np.int64]":
-        """Return the indices of the tokens of the conversation of `messages`, int64."""
+        """The indices of the tokens of the conversation of `messages`, int64."""
         return self._path(self.leaf % len(self.segments)) if self.segments else np.arange(len(self.ids))
 
     def _path(self, index: int) -> "npt.NDArray[np.int64]":
@@ -250,7 +263,8 @@ def check_invariants(t: Trajectory) -> None:
     trained turns; log-probs are finite and at most 0 (up to 1e-4) within turns, and 0 elsewhere; weight versions are
     set exactly within turns. Of a tree, the segments cover all tokens in order, each after its parent, and every turn
     lies within one; where the messages of the segments are known, those of each are. Of images, the placeholders are as
-    many as the features, none of them sampled; no other token that was not sampled is a placeholder.
+    many as the features, none of them sampled; no other token that was not sampled is a placeholder. A token that was
+    sampled under a constraint is one of those that were allowed.
     """
     n = len(t.ids)
     if not (len(t.loss_mask) == len(t.logprobs) == len(t.weight_version) == n):
@@ -282,6 +296,24 @@ def check_invariants(t: Trajectory) -> None:
         _check_segments(t, n)
     if t.images:
         _check_images(t, sampled)
+    if t.allowed is not None:
+        _check_allowed(t, sampled)
+
+
+def _check_allowed(t: Trajectory, sampled: npt.NDArray[np.bool_]) -> None:
+    assert t.allowed is not None
+    if len(t.allowed) != len(t.ids):
+        raise InvariantError(f"{t.request_id}: the allowed ids of {len(t.allowed)} tokens, but {len(t.ids)} ids")
+    known: dict[tuple[bytes, int], bool] = {}
+    for index in np.flatnonzero([one is not None for one in t.allowed]).tolist():
+        key = t.allowed[index], int(t.ids[index])
+        if key not in known:
+            try:
+                known[key] = isinstance(key[0], bytes) and allows(*key)
+            except ValueError as error:
+                raise InvariantError(f"{t.request_id}: {error}: token {index}", index) from None
+        if not (sampled[index] and known[key]):
+            raise InvariantError(f"{t.request_id}: token {index} is none of those that were allowed there", index)
 
 
 def _check_images(t: Trajectory, sampled: npt.NDArray[np.bool_]) -> None:
@@ -330,5 +362,5 @@ class Group:
 
     @classmethod
     def of(cls, task: Task, samples: Sequence[Trajectory]) -> "Group":
-        """Return the group of all samples of a task, in their order."""
+        """The group of all samples of a task, in their order."""
         return cls(task, tuple(t for t in samples if t.valid), tuple(t for t in samples if not t.valid))

@@ -90,7 +90,7 @@ def train(recipe: str, preset: str, seed: int, options: argparse.Namespace, mode
 
 
 def row_of(curves: Sequence[Curve]) -> tuple[str, ...]:
-    """Return the cells of one preset."""
+    """The cells of one preset."""
     reached = [curve.reached for curve in curves]
     until = ["-"] * 3
     if all(reached):
@@ -107,7 +107,7 @@ def row_of(curves: Sequence[Curve]) -> tuple[str, ...]:
 
 
 def picture(found: dict[str, list[Curve]], title: str) -> str:
-    """Return an SVG of the mean reward of each preset by step."""
+    """An SVG of the mean reward of each preset by step."""
     wide, high, left, top = 640, 360, 50, 30
     steps = max(len(curve.reward) for curves in found.values() for curve in curves)
 
@@ -137,7 +137,7 @@ def picture(found: dict[str, list[Curve]], title: str) -> str:
 
 
 def made_model(options: argparse.Namespace) -> list[str]:
-    """Return the overrides that name the job's model; text_game's is made first."""
+    """The overrides that name the job's model; text_game's is made first."""
     if options.job != "text_game":
         return []
     model: Path = options.folder / "text_game_model"

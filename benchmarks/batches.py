@@ -35,7 +35,7 @@ Bins = list[list[PrefixTree]]
 
 
 def make_batch(groups: int, samples: int, prompt: int, answer: int, vocabulary: int, seed: int = 0) -> Batch:
-    """Return a batch of `groups` prompts of about `prompt` tokens, each with `samples` answers of about `answer` tokens
+    """A batch of `groups` prompts of about `prompt` tokens, each with `samples` answers of about `answer` tokens
     (25 % more or less).
 
     Log-probs are those of a uniform distribution over `vocabulary`; advantages are standard normal, one per sample.
@@ -81,7 +81,7 @@ def make_step(tasks: int, samples: int, seed: int = 0) -> Batch:
 
 
 def greedy(batch: Batch, tokens: int) -> Bins:
-    """Return the cut that `bins` is compared with."""
+    """The cut that `bins` is compared with."""
     found: Bins = []
     used = tokens
     for tree in _bounded(prefix_trees(batch), tokens):
@@ -104,7 +104,7 @@ def _bounded(trees: Sequence[PrefixTree], tokens: int) -> Iterator[PrefixTree]:
 
 
 def even(parts: Sequence[Batch], tokens: int) -> list[Bins]:
-    """Return the bins of each rank, as `aligned_micro_batches` cuts them."""
+    """The bins of each rank, as `aligned_micro_batches` cuts them."""
     found = [bins(part, tokens) for part in parts]
     most = max(map(len, found))
     again = [cut if len(cut) == most else bins(part, tokens, most) for part, cut in zip(parts, found, strict=True)]
@@ -112,17 +112,17 @@ def even(parts: Sequence[Batch], tokens: int) -> list[Bins]:
 
 
 def tokens_of(trees: Sequence[PrefixTree]) -> int:
-    """Return the packed tokens of a micro-batch."""
+    """The packed tokens of a micro-batch."""
     return sum(tree.tokens for tree in trees)
 
 
 def operations_of(trees: Sequence[PrefixTree]) -> int:
-    """Return the operations of its forward and backward pass, without the output layer."""
+    """The operations of its forward and backward pass, without the output layer."""
     return 6 * BODY * tokens_of(trees) + 3 * PAIR * sum(tree.pairs for tree in trees)
 
 
 def path(cut: Sequence[Bins], size: Callable[[Sequence[PrefixTree]], int]) -> np.ndarray:
-    """Return the sizes of micro-batches, [ranks, passes], 0 where a rank has none."""
+    """The sizes of micro-batches, [ranks, passes], 0 where a rank has none."""
     sizes = np.zeros((len(cut), max(map(len, cut))))
     for rank, trees in enumerate(cut):
         sizes[rank, : len(trees)] = [size(t) for t in trees]

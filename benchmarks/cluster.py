@@ -87,7 +87,7 @@ def hand_over(role_host: RoleHost, target: Any) -> None:
 
 
 def measure(recipe: Recipe, start: Callable[[], RoleHost], batch: Batch, rounds: int) -> dict[str, float]:
-    """Return the seconds of each part, and the MFU of the update."""
+    """The seconds of each part, and the MFU of the update."""
     with ExitStack() as stack:
         began = time.perf_counter()
         role_host = start()

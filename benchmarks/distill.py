@@ -83,7 +83,7 @@ def learned(way: str, folder: Path, teacher: str, plan: Sequence[str]) -> tuple[
 
 
 def tokens_of(row: dict[str, Any]) -> int:
-    """Return the sampled tokens of a step that had a say in its update."""
+    """The sampled tokens of a step that had a say in its update."""
     names = ("distill/tokens", "imitate/tokens", "rollout/tokens")
     return int(next((row[name] for name in names if name in row), 0))
 

@@ -24,13 +24,13 @@ from typing import Any
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.chat.load import load_chat
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.fine_tuning.new_model import train_tokenizer
 from agentrl.plugins.decorator import tool
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Message, Reply, Session, Task
-from agentrl.recipe.schema import RolloutSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
-from agentrl.sft.new_model import train_tokenizer
 
 TASKS = 20  # the requests are their samples, which share the rendered prompt
 _WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away")
@@ -188,12 +188,12 @@ async def _measure(setting: Setting, chat: Any, call: Generation, last: Generati
 
 
 def history_text(tokens: int) -> str:
-    """Return plain text of about `tokens` tokens."""
+    """Plain text of about `tokens` tokens."""
     return " ".join(_WORDS[i % len(_WORDS)] for i in range(tokens))
 
 
 def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
-    """Return the chat, a turn that calls the tool, and a turn that answers."""
+    """The chat, a turn that calls the tool, and a turn that answers."""
     if kind == "null":
         return NullChat(history), _generation([2] * 30), _generation([3] * 12)
     tokenizer = qwen3_tokenizer()
@@ -204,7 +204,7 @@ def build_chat(kind: str, history: int) -> tuple[Any, Generation, Generation]:
 
 
 def qwen3_tokenizer() -> Any:
-    """Return a byte-level BPE tokenizer like Qwen3's, trained on a few lines, with its template from package `trl`."""
+    """A byte-level BPE tokenizer like Qwen3's, trained on a few lines, with its template from package `trl`."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         raise SystemExit("install the test extra: the template comes from the package `trl`")

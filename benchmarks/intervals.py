@@ -28,7 +28,7 @@ Chances = npt.NDArray[np.float64]
 
 
 def chances(rng: np.random.Generator, kind: str, accuracy: float, shape: tuple[int, int]) -> Chances:
-    """Return each task's chance of being solved. beta R: R is the correlation of two samples of a task."""
+    """Each task's chance of being solved. beta R: R is the correlation of two samples of a task."""
     if kind == "equal":
         return np.full(shape, accuracy)
     if kind == "two modes":  # 5 % and 95 %, or 0 and 50 %, or 50 % and 100 %
@@ -39,7 +39,7 @@ def chances(rng: np.random.Generator, kind: str, accuracy: float, shape: tuple[i
 
 
 def coverage(rng: np.random.Generator, runs: int) -> Table:
-    """Return the first table."""
+    """The first table."""
     table = Table("tasks", "samples", "covers at least", "where", "on average", title="accuracy, 95 % interval")
     for tasks in TASKS:
         for samples in SAMPLES:
@@ -58,7 +58,7 @@ def coverage(rng: np.random.Generator, runs: int) -> Table:
 def differences(
     rng: np.random.Generator, kind: str, samples: int, shift: float, shape: tuple[int, int]
 ) -> npt.NDArray[np.float64]:
-    """Return the differences of tasks. kind: `N % differ`, of one sample a side; `alike`: B is A where it does not
+    """The differences of tasks. kind: `N % differ`, of one sample a side; `alike`: B is A where it does not
     solve a task for sure; `two modes`: likewise, but a seventh of the tasks changes its mode; `rare`: 5 % of the tasks
     are solved at all, by either."""
     if kind.endswith("differ"):
@@ -81,7 +81,7 @@ def kinds(samples: int) -> Iterator[str]:
 
 
 def comparison(rng: np.random.Generator, runs: int) -> tuple[Table, Table]:
-    """Return the second and the third table."""
+    """The second and the third table."""
     columns = ("tasks", "samples", "kind", "points", "covers", "found", "width")
     table = Table(*columns, title="difference: 95 % interval, p < 0.05 (points 0: false alarms)")
     power = Table("samples", "kind", "points", "tasks that are said", "found", title="8 times out of 10")

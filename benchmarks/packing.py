@@ -48,7 +48,7 @@ GROUPS = (8, 16)
 
 
 def make_model(**more: Any) -> Any:
-    """Return a model with random weights and the shape of the embedded model. more: of its configuration."""
+    """A model with random weights and the shape of the embedded model. more: of its configuration."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(
         Qwen3Config(
@@ -77,7 +77,7 @@ def make_batch(
 
 
 def batch_of(groups: Sequence[Sequence[np.ndarray]], prompts: Sequence[int]) -> Batch:
-    """Return a batch of the rows of all groups, which are sampled behind their prompts; column `weight` of the loss."""
+    """A batch of the rows of all groups, which are sampled behind their prompts; column `weight` of the loss."""
     rows = [row for group in groups for row in group]
     mask = [np.arange(len(row)) >= length for row, length in zip(rows, prompts, strict=True)]
     offsets = np.cumsum([0, *(len(row) for row in rows)])
@@ -132,7 +132,7 @@ CONVERSATIONS: dict[str, Callable[[np.ndarray, Turns], Iterator[np.ndarray]]] = 
 
 
 def conversations(name: str, groups: int, turn: int = 48, prompt: int = 100, vocabulary: int = VOCABULARY) -> Batch:
-    """Return groups of a kind of CONVERSATIONS; turns have `turn` tokens, a quarter more or less."""
+    """Groups of a kind of CONVERSATIONS; turns have `turn` tokens, a quarter more or less."""
     rng = np.random.default_rng(0)
 
     def turns(count: int) -> list[np.ndarray]:
@@ -152,7 +152,7 @@ def prompts_alone(work: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def packed(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
-    """Return the log-probs [T] of the batch; add the gradient of their weighted sum to that of the parameters."""
+    """The log-probs [T] of the batch; add the gradient of their weighted sum to that of the parameters."""
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     for row in micro_batches(batch, budget):
         logprobs, _ = forward(row, 1.0)
@@ -197,7 +197,7 @@ def rectangles(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
 
 
 def apart(batch: Batch) -> Batch:
-    """Return the batch with every sample in a group of its own, so that no prefix is shared."""
+    """The batch with every sample in a group of its own, so that no prefix is shared."""
     return batch.with_samples(group=np.arange(len(batch)))
 
 
@@ -213,7 +213,7 @@ def compared(sides: dict[str, Callable[[], np.ndarray]], tolerance: float) -> No
 def seconds(
     sides: dict[str, Callable[[], np.ndarray]], model: Any, rounds: int, clock: Callable[[], float]
 ) -> dict[str, float]:
-    """Return the minimum CPU seconds of each method over alternating rounds."""
+    """The minimum CPU seconds of each method over alternating rounds."""
     best = dict.fromkeys(sides, np.inf)
     for _ in range(rounds):
         for name, work in sides.items():
@@ -225,7 +225,7 @@ def seconds(
 
 
 def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, float]:
-    """Return the tokens per second of each method."""
+    """The tokens per second of each method."""
     fast, module = BlockForward(model), ModuleForward(model)
     sides: dict[str, Callable[[], np.ndarray]] = {
         "padded": lambda: padded(model, batch, budget),
@@ -239,7 +239,7 @@ def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, flo
 
 
 def measure_trees(model: Any, batch: Batch, budget: int, rounds: int) -> list[float]:
-    """Return packed tokens as shares of the paths', and speeds as multiples of that of separate paths: of the prompt
+    """Packed tokens as shares of the paths', and speeds as multiples of that of separate paths: of the prompt
     alone, and of the tree."""
     fast = BlockForward(model)
     sides: dict[str, Callable[[], np.ndarray]] = {

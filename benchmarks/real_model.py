@@ -40,7 +40,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models.lora import add_adapter
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 
 PROMPT, NEW = 64, 16
 SHAPE = {
@@ -68,7 +68,7 @@ def make_model(shape: dict[str, int], dtype: torch.dtype) -> Any:
 
 
 def best(sides: dict[str, Callable[[], None]], rounds: int, clock: Clock) -> dict[str, float]:
-    """Return the least seconds of each side over alternating rounds, after one that warms up."""
+    """The least seconds of each side over alternating rounds, after one that warms up."""
     least: dict[str, float] = {}
     for index in range(rounds + 1):
         for name, work in sides.items():
@@ -162,7 +162,7 @@ def train(shape: dict[str, int], lora: bool, compute: torch.dtype, rounds: int, 
 
 
 def memory_speed(clock: Clock) -> float:
-    """Return the GB that a sum reads a second."""
+    """The GB that a sum reads a second."""
     numbers = torch.ones(1 << 26)
     return numbers.nbytes / 1e9 / best({"sum": lambda: numbers.sum()}, 5, clock)["sum"]  # type: ignore[dict-item, return-value]
 

@@ -43,7 +43,8 @@ from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.engine.vllm.kind import VllmEngine
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import RolloutSection, TrajectoriesSection
+from agentrl.recipe.sections.rollout import RolloutSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import rare_collections, roll_out
 from agentrl.rollout.journal import Journal
@@ -76,7 +77,7 @@ class Spoken:
                 self._pieces[length, calls] = self._spoken(tokenizer, words[: length - len(end)] + end)
 
     def of(self, body: Mapping[str, Any]) -> list[bytes]:
-        """Return the pieces that answer a request, by the length of its prompt: the first turns call the tool."""
+        """The pieces that answer a request, by the length of its prompt: the first turns call the tool."""
         ids = body["input_ids" if self._kind == "sglang" else "token_ids"]
         if ids[0] == SHORT:
             return self._pieces[SHORT_ANSWER, False]
@@ -122,7 +123,7 @@ class Spoken:
 
 
 def told(path: str, body: Any) -> tuple[int, Any]:
-    """Return the status and the body with which a server answers whatever streams no tokens."""
+    """The status and the body with which a server answers whatever streams no tokens."""
     config = {
         "model_config": {"max_model_len": 1 << 20, "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True},
         "lora_config": None, "parallel_config": {},
@@ -233,7 +234,7 @@ async def reading(kind: str, urls: Sequence[str], requests: int, at_once: int) -
 
 
 async def engine_of(kind: str, urls: Sequence[str], at_once: int) -> ServerEngine:
-    """Return the engine over the servers, for a model of which there is only the shape."""
+    """The engine over the servers, for a model of which there is only the shape."""
     with torch.device("meta"):
         config = Qwen3Config(
             vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,

@@ -18,7 +18,8 @@ from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task, ToolResponse
-from agentrl.recipe.schema import Recipe, RolloutSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 from agentrl.trajectory import Group

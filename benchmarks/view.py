@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import FinishReason, Group, Learned, ToolUse, Trajectory, Turn
 from agentrl.view.server import Shown, serve
@@ -39,7 +39,7 @@ DRAWN = "new Promise(done => requestAnimationFrame(() => setTimeout(done, 0)))"
 
 
 def trajectory(rng: np.random.Generator, task: Task, sample: int) -> Trajectory:
-    """Return a sample of three turns with two calls."""
+    """A sample of three turns with two calls."""
     mask = np.zeros(LENGTH, np.uint8)
     turns = tuple(Turn(start, start + 40) for start in (PROMPT, PROMPT + 70, PROMPT + 140))
     for turn in turns:
@@ -67,7 +67,7 @@ def trajectory(rng: np.random.Generator, task: Task, sample: int) -> Trajectory:
 
 
 def said(rng: np.random.Generator, words: int) -> str:
-    """Return some words."""
+    """Some words."""
     return " ".join(rng.choice(WORDS.split(), words))
 
 
@@ -114,7 +114,7 @@ def served(folder: Path) -> str:
 
 
 def timed(browser: Browser, action: str, until: str = "true") -> float:
-    """Return the milliseconds from an action to the frame in which a condition holds."""
+    """The milliseconds from an action to the frame in which a condition holds."""
     script = f"""(async () => {{
         const start = performance.now();
         {action};
@@ -143,7 +143,7 @@ def smoothness(browser: Browser) -> tuple[float, float]:
 
 
 def measure(browser: Browser, address: str, count: int) -> list[tuple[str, float]]:
-    """Return what was done, and the milliseconds that it took."""
+    """What was done, and the milliseconds that it took."""
     browser.look()
     start = time.perf_counter()
     browser.open(address)

@@ -91,7 +91,7 @@ def make_model(folder: Path, steps: int) -> None:
     import trl
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from agentrl.sft.new_model import train_tokenizer
+    from agentrl.fine_tuning.new_model import train_tokenizer
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ MB = 1_000_000
 
 
 def synthetic(megabytes: int, bytes_each: int = 4) -> Qwen3Config:
-    """Return the configuration of Qwen3-0.6B with as many layers as fill `megabytes`, at `bytes_each` per value."""
+    """The configuration of Qwen3-0.6B with as many layers as fill `megabytes`, at `bytes_each` per value."""
     config = Qwen3Config(
         vocab_size=16_384, hidden_size=1024, intermediate_size=3072, num_hidden_layers=1, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, max_position_embeddings=1024,
@@ -52,7 +52,7 @@ def synthetic(megabytes: int, bytes_each: int = 4) -> Qwen3Config:
 
 
 def plain_copy(model: Any, repeat: int, settle: Callable[[], object] = lambda: None) -> float:
-    """Return the seconds of `copy_` for all tensors, the best of `repeat` after a warm-up.
+    """The seconds of `copy_` for all tensors, the best of `repeat` after a warm-up.
 
     settle: waits until the copies are complete.
     """
@@ -90,7 +90,7 @@ async def serving(folder: Path, url: str | None) -> AsyncIterator[str]:
 
 
 async def measure(name: str, model: Any, url: str, repeat: int) -> list[dict[str, Any]]:
-    """Return the rows of one model."""
+    """The rows of one model."""
     size = sum(tensor.nbytes for _, tensor in ModelWeights(model))
     copied = plain_copy(model, repeat)
     rows = [{"model": name, "way": "plain copy", "seconds": copied, "mb_s": size / MB / copied, "ratio": 1.0}]

@@ -27,7 +27,8 @@ from agentrl.eval.held_out import HeldOut
 from agentrl.learner.optimizer import Optimizer
 from agentrl.plugins.registry import tasks_of
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import AlgorithmSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 from agentrl.rollout.player import Player
 from agentrl.trajectory import Group
 

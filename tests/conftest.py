@@ -20,6 +20,9 @@ from tiers import FIXTURES, SHARED, TIERS
 from venvs import wait_for_install
 from warm import have_ray_workers
 
+from agentrl import secrets
+from agentrl.recipe.document import GIVEN
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -31,6 +34,17 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.envi
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 """A machine may pause for a moment in any example."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_secret(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let a test begin as a process does, which knows no secrets."""
+    monkeypatch.setattr(secrets, "_known", {})
+    monkeypatch.setattr(secrets, "_forms", ())
+    yield
+    for name in [name for name in os.environ if name.startswith(GIVEN)]:
+        del os.environ[name]
+
 
 VENV, VLLM_VENV = "AGENTRL_SGLANG_VENV", "AGENTRL_VLLM_VENV"
 

@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from processes import alive, until
 
-from agentrl.process_tree import ENDED, ProcessTree
+from agentrl.process_tree import ProcessTree, remove_tree
 
 ORPHAN = """
 import os, pathlib, sys, time
@@ -54,7 +55,8 @@ def test_an_orphan_in_a_session_of_its_own_ends_too(tmp_path: Path, how: str) ->
     if how == "by itself":
         until(lambda: not tree.running)
         assert not alive(found)
-        assert (folder / ENDED).read_text() == "the command ended with exit code 0"  # until the parent has read why
+        assert tree.exit_code == 0
+        assert folder.exists()  # until the parent has read what is in it
         assert not tree.gone
     tree.end()
     assert not alive(found)
@@ -72,3 +74,50 @@ def test_a_command_is_asked_before_it_is_killed(tmp_path: Path, grace: float, at
     tree.end(at_once)
     assert mark.exists() is asked
     assert "the command ended with exit code" in (tmp_path / "log").read_text()
+
+
+KILLS = """
+import os, pathlib, signal, subprocess, sys, time
+above = [os.getppid()]
+above.append(int(pathlib.Path(f"/proc/{above[0]}/stat").read_text().rpartition(")")[2].split()[1]))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=sys.argv[3] == "1")
+pathlib.Path(sys.argv[1]).write_text(str(child.pid))
+for pid in above[: int(sys.argv[3])]: os.kill(pid, getattr(signal, sys.argv[2]))
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("number", "above"), [("SIGKILL", 1), ("SIGSTOP", 1), ("SIGKILL", 2)])
+def test_a_command_that_kills_its_supervisor_ends_with_what_it_started(tmp_path: Path, number: str, above: int) -> None:
+    folder, ids = tmp_path / "folder", tmp_path / "ids"
+    folder.mkdir()
+    with (tmp_path / "log").open("wb") as output:
+        command = [sys.executable, "-c", KILLS, str(ids), number, str(above)]
+        tree = ProcessTree(command, output, os.environ, folder=folder)
+    found = orphan(ids)
+    until(lambda: not tree.running)
+    assert tree.exit_code is None
+    tree.end()
+    until(lambda: not alive(found))  # nobody is left whom its end could be waited for with
+    assert not folder.exists()
+
+
+def test_a_deep_folder_is_removed_whatever_its_rights_and_links(tmp_path: Path) -> None:
+    (kept := tmp_path / "kept").mkdir()
+    (kept / "file").touch()
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))  # where 3,000 folders take no disk's time
+    deep = """
+import os, sys
+os.chdir(sys.argv[1])
+for n in range(3000):
+    open("file", "w").close()
+    os.symlink(sys.argv[2], "link")
+    os.mkfifo("pipe")
+    os.mkdir("d" * 200)
+    if n % 100 == 1: os.chmod("d" * 200, 0o700), os.chmod(".", 0o100)
+    os.chdir("d" * 200)
+"""
+    subprocess.run([sys.executable, "-c", deep, str(folder), str(kept)], check=True)
+    remove_tree(folder)
+    assert not folder.exists()
+    assert (kept / "file").exists()

@@ -14,7 +14,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.decorator import tool
 from agentrl.plugins.rewards import make_rewards
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import RewardsSection
+from agentrl.recipe.sections.env import RewardsSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.event_loop import Runner
 from agentrl.rollout.groups import roll_out

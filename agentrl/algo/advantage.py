@@ -7,7 +7,7 @@ from torch import Tensor
 
 from agentrl.algo.registry import advantages
 from agentrl.algo.terms import Samples, TokenAdvantages
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 EPSILON = 1e-6  # added to a standard deviation; a deviation up to this size counts as rounding error
 
@@ -131,7 +131,7 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def earned(samples: Samples) -> Tensor:
-    """Return the rewards before any KL was subtracted, float64 [S]."""
+    """The rewards before any KL was subtracted, float64 [S]."""
     return (samples.rewards if samples.earned is None else samples.earned).double()
 
 
@@ -148,26 +148,26 @@ class Groups:
         """float64 [S]: the number of samples of each sample's task."""
 
     def total(self, values: Tensor) -> Tensor:
-        """Return the sum over the samples of the task."""
+        """The sum over the samples of the task."""
         sums = torch.zeros(len(self._of), dtype=torch.float64).index_add_(0, self._of, values)
         return sums[self._of]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Return the mean over the samples of the task."""
+        """The mean over the samples of the task."""
         return self.total(values) / self.count
 
     def deviation(self, values: Tensor) -> Tensor:
-        """Return the sample standard deviation (n - 1); 0 for a group of one."""
+        """The sample standard deviation (n - 1); 0 for a group of one."""
         squares = self.total((values - self.mean(values)) ** 2)
         return (squares / (self.count - 1).clamp(min=1)).sqrt()
 
     def best(self, values: Tensor) -> Tensor:
-        """Return the maximum over the samples of the task."""
+        """The maximum over the samples of the task."""
         nothing = torch.full((len(self._of),), -torch.inf, dtype=torch.float64)
         return nothing.scatter_reduce(0, self._of, values, "amax")[self._of]
 
     def best_of_others(self, values: Tensor) -> Tensor:
-        """Return the maximum over the other samples of the task; -inf if there are none."""
+        """The maximum over the other samples of the task; -inf if there are none."""
         best = self.best(values)
         is_best = values == best
         alone = self.total(is_best.double()) == 1

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from agentrl.algo.registry import aggregations
 from agentrl.algo.terms import Update
 from agentrl.errors import UserError, call_plugin
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 Weights = npt.NDArray[np.float64]
 
@@ -54,7 +54,7 @@ def constant(update: Update, config: AlgorithmSection) -> Weights:
 
 
 def token_weights(update: Update, aggregation: Any, config: AlgorithmSection) -> npt.NDArray[np.float32]:
-    """Return the weight of each token of a sample, float32 [R], by a function of the registry `aggregations`.
+    """The weight of each token of a sample, float32 [R], by a function of the registry `aggregations`.
 
     config: the recipe's `algorithm`. Raises UserError for an error of the function, and where it does not give a finite
     weight for each sample.

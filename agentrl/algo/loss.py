@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentrl.algo.registry import losses
 from agentrl.algo.terms import LossTerms, Tokens
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 _TINY = 1e-8  # added to probabilities that may be 0
 LOG_RATIO_LIMIT = 20.0  # its exp is finite in float32; larger ratios are clipped by the losses anyway
@@ -28,14 +28,7 @@ def ppo_clip(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     metrics: clip_fraction_high and clip_fraction_low (tokens whose gradient the upper or lower clip removed),
     clip_fraction (both), clip_fraction_dual, ratio_mean, approx_kl (k3 against the old policy).
     """
-    ratio = (tokens.logprobs - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    terms = _clipped(ratio, tokens, config)
-    if config.clip_dual is None:
-        return terms
-    ceiling = -config.clip_dual * tokens.advantages
-    over = (tokens.advantages < 0) & (terms.loss > ceiling)
-    metrics = {**terms.metrics, "clip_fraction_dual": over.float()}
-    return LossTerms(torch.where(over, ceiling, terms.loss), metrics)
+    return _clipped(_ratio(tokens), tokens, config)
 
 
 @losses.register("gspo", vanishes_with_advantage=True)
@@ -45,10 +38,11 @@ def gspo(tokens: Tokens, config: AlgorithmSection) -> LossTerms:
     GSPO (arXiv:2507.18071), equations 5 and 7: -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), where
     s = (pi(y) / pi_old(y))^(1 / |y|) is the geometric mean of the ratios of a sample's tokens. Implemented as the
     paper's GSPO-token, equations 13 and 14: each token has the value of s and the gradient of its own log-prob; with
-    equal advantages this is the gradient of s. The paper weights all samples equally (`aggregation: sequence_mean`) and
-    clips at 3e-4 and 4e-4. Reads algorithm.clip_low and clip_high. Raises ValueError without `Tokens.sample`.
+    equal advantages this is the gradient of s. The paper weights all samples equally (`aggregation: sequence_mean`),
+    clips at 3e-4 and 4e-4, and has no further bound; `clip_dual` = c bounds s where A < 0, as in `ppo_clip`. Reads
+    algorithm.clip_low, clip_high and clip_dual. Raises ValueError without `Tokens.sample`.
 
-    metrics: those of ppo_clip without clip_fraction_dual; all tokens of a clipped sample count as clipped.
+    metrics: those of ppo_clip; all tokens of a clipped sample count as clipped.
     """
     log_ratio = tokens.logprobs - tokens.old
     sequence = _mean_by_sample(log_ratio.detach(), tokens.sample).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -175,7 +169,7 @@ class DroArgs(BaseModel):
     """Strength of the pull towards the old policy."""
 
 
-@losses.register("dro")
+@losses.register("dro", needs_updates=True)
 def dro(tokens: Tokens, config: AlgorithmSection, args: DroArgs) -> LossTerms:
     """Policy gradient with a quadratic pull towards the old policy, float32 [N].
 
@@ -184,6 +178,40 @@ def dro(tokens: Tokens, config: AlgorithmSection, args: DroArgs) -> LossTerms:
     """
     pull = 0.5 * args.beta * (tokens.logprobs - tokens.old).square()
     return LossTerms(pull - tokens.advantages * tokens.logprobs, _against_old(_ratio(tokens).detach(), tokens))
+
+
+class VespoArgs(BaseModel):
+    """Arguments of `vespo`."""
+
+    model_config = ConfigDict(extra="forbid")
+    k_positive: float = Field(2.0, ge=0)
+    """Exponent of the ratio where the advantage is not negative; a larger one holds back less likely samples more."""
+    lambda_positive: float = Field(3.0, gt=0)
+    """Decay with the ratio there; a larger one holds back likelier samples more."""
+    k_negative: float = Field(3.0, ge=0)
+    """Exponent where the advantage is negative."""
+    lambda_negative: float = Field(2.0, gt=0)
+    """Decay where the advantage is negative."""
+
+
+@losses.register("vespo", vanishes_with_advantage=True)
+def vespo(tokens: Tokens, config: AlgorithmSection, args: VespoArgs) -> LossTerms:
+    """Policy gradient under a smooth weight of the whole sample's ratio, in place of a clip: float32 [N].
+
+    VESPO (arXiv:2602.10693), as TRL 1.16 has it: -sg(phi(w)) A log pi, phi(w) = w^k exp(lambda (1 - w)), so that
+    phi(1) = 1, and w the product of the ratios of a sample's tokens, kept within 1e-8 and e^20. k and lambda differ by
+    the advantage's sign. Raises ValueError without `Tokens.sample`. metrics: weight_mean (phi), ratio_mean, approx_kl.
+    """
+    log_ratio = (tokens.logprobs.detach() - tokens.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_w = _sum_by_sample(log_ratio, tokens.sample).clamp(np.log(_TINY), LOG_RATIO_LIMIT)
+    up = tokens.advantages >= 0
+    k, decay = (
+        torch.where(up, *both)
+        for both in ((args.k_positive, args.k_negative), (args.lambda_positive, args.lambda_negative))
+    )
+    phi = (decay + k * log_w - decay * log_w.exp()).exp()
+    metrics = {"weight_mean": phi, **_against_old(log_ratio.exp(), tokens)}
+    return LossTerms(-phi * tokens.advantages * tokens.logprobs, metrics)
 
 
 class ClipCovArgs(BaseModel):
@@ -199,7 +227,7 @@ class ClipCovArgs(BaseModel):
 
 
 def clip_cov_choice(update: Tokens, rng: np.random.Generator, config: AlgorithmSection, args: ClipCovArgs) -> Tensor:
-    """Return 1 for the tokens of an update that `clip_cov` leaves out: float32 [N]."""
+    """1 for the tokens of an update that `clip_cov` leaves out: float32 [N]."""
     covariance = _covariance(update)
     clipped = _clipped(_ratio(update), update, config).metrics["clip_fraction"] > 0
     candidates = ((covariance > args.low) & (covariance < args.high) & ~clipped).nonzero()[:, 0]
@@ -233,11 +261,11 @@ class KlCovArgs(BaseModel):
 
 
 def kl_cov_choice(update: Tokens, rng: np.random.Generator, config: AlgorithmSection, args: KlCovArgs) -> Tensor:
-    """Return 1 for the tokens of an update that `kl_cov` holds: float32 [N]."""
+    """1 for the tokens of an update that `kl_cov` holds: float32 [N]."""
     return highest(_covariance(update), args.share)
 
 
-@losses.register("kl_cov", choose=kl_cov_choice)
+@losses.register("kl_cov", choose=kl_cov_choice, needs_updates=True)
 def kl_cov(tokens: Tokens, config: AlgorithmSection, args: KlCovArgs) -> LossTerms:
     """Policy gradient by the ratio, where the tokens that would lower the entropy most are held: float32 [N].
 
@@ -251,7 +279,7 @@ def kl_cov(tokens: Tokens, config: AlgorithmSection, args: KlCovArgs) -> LossTer
 
 
 def highest(values: Tensor, share: float) -> Tensor:
-    """Return 1 for the largest `share` of values [N] (one at least; the earlier of equals), 0 for others: float32."""
+    """1 for the largest `share` of values [N] (one at least; the earlier of equals), 0 for others: float32."""
     count = max(1, int(share * len(values)))
     return torch.zeros(len(values)).index_fill(0, values.argsort(descending=True, stable=True)[:count], 1.0)
 
@@ -282,16 +310,19 @@ def k3(logprobs: Tensor, reference: Tensor) -> Tensor:
 
 
 def kl_estimator(config: AlgorithmSection) -> str:
-    """Return `algorithm.kl_estimator`, with `auto` resolved."""
+    """`algorithm.kl_estimator`, with `auto` resolved."""
     return {"loss": "k3", "reward": "k1"}[config.kl_in] if config.kl_estimator == "auto" else config.kl_estimator
 
 
-def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str, old: Tensor | None = None) -> Tensor:
     """Estimate KL(pi || reference) per token: [N]. logprobs, reference: natural log-probs [N] of the same tokens.
 
     Schulman, "Approximating KL divergence" (2020): k1 = log pi - log reference, unbiased; abs = |k1|; k2 = k1^2 / 2;
     k3: see there. The expected gradient of k2 is that of the KL, unlike those of k1 and k3: `k1+` and `k3+` have their
-    values, and the gradient of k2. Raises ValueError for another estimator.
+    values, and the gradient of k2. `k3*` is k3 times the ratio pi / pi_old, which has a gradient: then that of k3 is
+    that of the KL in expectation, also where the policy has moved since it sampled (DeepSeek-V3.2, arXiv:2512.02556,
+    its unbiased KL estimate). old: log-probs before the step, [N]; None: the ratio is 1. Raises ValueError for another
+    estimator.
     """
     difference = logprobs - reference
     match estimator.removesuffix("+"):
@@ -303,6 +334,9 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
             value = 0.5 * difference.square()
         case "k3":
             value = k3(logprobs, reference)
+        case "k3*":
+            moved = logprobs - (logprobs.detach() if old is None else old)
+            return k3(logprobs, reference) * moved.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         case _:
             raise ValueError(f"no estimator {estimator!r} of a KL")
     if not estimator.endswith("+"):
@@ -312,7 +346,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 
 def sampled_reverse_kl(logprobs: Tensor, old: Tensor, teacher: Tensor) -> Tensor:
-    """Return the distillation loss [N] of sampled tokens, whose expected gradient is that of KL(pi || teacher).
+    """The distillation loss [N] of sampled tokens, whose expected gradient is that of KL(pi || teacher).
 
     The reverse KL of each token's distribution, given the tokens before it (arXiv:2306.13649, arXiv:2306.08543): what a
     token does to later ones is left out. The gradient of the sum over a sample of these divergences, at fixed
@@ -330,7 +364,7 @@ def sampled_reverse_kl(logprobs: Tensor, old: Tensor, teacher: Tensor) -> Tensor
 
 
 def bucketed_reverse_kl(logprobs: Tensor, teacher: Tensor) -> Tensor:
-    """Return KL(pi || teacher) [N] over K tokens of each distribution and all others as one bucket.
+    """KL(pi || teacher) [N] over K tokens of each distribution and all others as one bucket.
 
     It is exact on these K + 1 outcomes and no more than the KL of the whole vocabulary. Its gradient needs no samples.
 
@@ -345,20 +379,21 @@ def bucketed_reverse_kl(logprobs: Tensor, teacher: Tensor) -> Tensor:
 
 
 def _log_rest(logprobs: Tensor) -> Tensor:
-    """Return the log-probability [N] of what is not among the K tokens [N, K]; at least -LOG_RATIO_LIMIT."""
+    """The log-probability [N] of what is not among the K tokens [N, K]; at least -LOG_RATIO_LIMIT."""
     least = torch.finfo(logprobs.dtype).eps if logprobs.dtype != torch.float32 else 1e-7
     total = logprobs.logsumexp(-1).clamp(max=-least)
     return torch.log(-torch.expm1(total)).clamp(min=-LOG_RATIO_LIMIT)
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return the entropy -sum p log p of categorical distributions, in nats: logits [..., V] to [...]."""
+    """The entropy -sum p log p of categorical distributions, in nats: logits [..., V] to [...]."""
     logprobs = logits.log_softmax(-1)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 
 def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmSection) -> LossTerms:
-    """Return max(-rho A, -clip(rho) A), with the fractions of tokens whose gradient the clip removed as metrics."""
+    """max(-rho A, -clip(rho) A), at most -clip_dual A where A < 0, with the fractions of tokens whose gradient
+    each clip removed as metrics."""
     advantages = tokens.advantages
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -369,11 +404,16 @@ def _clipped(ratio: Tensor, tokens: Tokens, config: AlgorithmSection) -> LossTer
         "clip_fraction_low": (is_clipped & (advantages < 0)).float(),
         **_against_old(ratio.detach(), tokens),
     }
-    return LossTerms(torch.maximum(unclipped, clipped), metrics)
+    loss = torch.maximum(unclipped, clipped)
+    if config.clip_dual is None:
+        return LossTerms(loss, metrics)
+    ceiling = -config.clip_dual * advantages
+    over = (advantages < 0) & (loss > ceiling)
+    return LossTerms(torch.where(over, ceiling, loss), {**metrics, "clip_fraction_dual": over.float()})
 
 
 def _covariance(update: Tokens) -> Tensor:
-    """Return what each token adds to the covariance of advantage and log-prob over an update, [N]."""
+    """What each token adds to the covariance of advantage and log-prob over an update, [N]."""
     advantages, logprobs = update.advantages, update.logprobs
     return (advantages - advantages.mean()) * (logprobs - logprobs.mean())
 
@@ -393,10 +433,13 @@ def _against_old(ratio: Tensor, tokens: Tokens) -> dict[str, Tensor]:
 
 
 def _mean_by_sample(values: Tensor, sample: Tensor | None) -> Tensor:
-    """Return, for each token, the mean of `values` [N] over the tokens of its sample, [N]."""
+    """For each token, the mean of `values` [N] over the tokens of its sample, [N]."""
+    return _sum_by_sample(values, sample) / _sum_by_sample(torch.ones_like(values), sample)
+
+
+def _sum_by_sample(values: Tensor, sample: Tensor | None) -> Tensor:
+    """For each token, the sum of `values` [N] over the tokens of its sample, [N]."""
     if sample is None:
         raise ValueError("a loss with one ratio per sample needs `Tokens.sample`")
-    _, which, count = torch.unique(sample, return_inverse=True, return_counts=True)
-    total = torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, which, values)
-    mean: Tensor = (total / count)[which]
-    return mean
+    names, which = torch.unique(sample, return_inverse=True)
+    return torch.zeros(len(names), dtype=values.dtype, device=values.device).index_add(0, which, values)[which]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo.loss import LOG_RATIO_LIMIT
-from agentrl.recipe.schema import RejectSection
+from agentrl.recipe.sections.algorithm import RejectSection
 
 
 class OffPolicy(StrEnum):
@@ -32,7 +32,7 @@ class OffPolicy(StrEnum):
 
 
 def rejected(difference: Tensor, sample: Tensor, group: Tensor, rules: Sequence[RejectSection]) -> Tensor:
-    """Return which tokens are left out of an update, bool [N].
+    """Which tokens are left out of an update, bool [N].
 
     difference: the trainer's log-prob less the engine's, [N]. sample, group: int64 [N], equal for the tokens of one
     sample, of one task; all of them are there. rules: the recipe's `algorithm.reject`.
@@ -55,16 +55,28 @@ def rejected(difference: Tensor, sample: Tensor, group: Tensor, rules: Sequence[
 
 
 def _together(values: Tensor, which: Tensor, over: str) -> Tensor:
-    """Return, for each token, the mean, sum, max or min of `values` [N] over the tokens of equal `which` [N]."""
+    """For each token, the mean, sum, max or min of `values` [N] over the tokens of equal `which` [N]."""
     place = torch.unique(which, return_inverse=True)[1]
     size = int(place.max()) + 1 if len(place) else 0
     reduce = {"mean": "mean", "sum": "sum", "max": "amax", "min": "amin"}[over]
-    empty = torch.zeros(size, dtype=values.dtype)
+    empty = torch.zeros(size, dtype=values.dtype, device=values.device)
     return empty.scatter_reduce(0, place, values, reduce, include_self=False)[place]
 
 
+def sequence_mask(logprobs: Tensor, engine: Tensor, advantages: Tensor, sample: Tensor, most: float) -> Tensor:
+    """1 for the tokens whose policy loss counts, 0 for those of samples that are left out: float32 [N].
+
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556, equation 9): a token of a negative advantage is left
+    out where the mean of log engine - log pi over its sample is above `most`. logprobs: under the model being trained,
+    engine: natural log-probs [N] of the same tokens; sample: int64 [N], equal for the tokens of one, which must be
+    complete.
+    """
+    moved = _together((engine - logprobs.detach()).float(), sample, "mean")
+    return ((advantages >= 0) | (moved <= most)).float()
+
+
 def importance_weights(old: Tensor, engine: Tensor, sample: Tensor, kind: str, cap: float) -> Tensor:
-    """Return the factor of each token's loss, float32 [N], without gradient.
+    """The factor of each token's loss, float32 [N], without gradient.
 
     old, engine: natural log-probs [N] of the same tokens, from the trainer before the update and from the engine.
     sample: int64 [N], equal for the tokens of one sample; every sample must be complete. kind: a value of `OffPolicy`.

@@ -21,7 +21,8 @@ from torch import Tensor
 from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens, Update
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.registry import installed, load, with_arguments
-from agentrl.recipe.schema import AdvantageSection, AggregationSection, AlgorithmSection, LossSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import AdvantageSection, AggregationSection, AlgorithmSection, LossSection
 
 
 class Advantage(Protocol):
@@ -87,6 +88,8 @@ class LossEntry:
     """Whether its gradient is 0 where the advantage is 0: such samples then need no forward pass."""
     choose: "Choice | None" = None
     """What decides over all tokens of an update at once, before it is split; None: the loss needs none."""
+    needs_updates: bool = False
+    """Whether it pulls back to the policy of the step's beginning, which takes several updates a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,8 @@ class Registry(Generic[Entry]):
         """Register the decorated function as `name`.
 
         flags: `needs_values`, `needs_turns`, `needs_states`, `needs_parts` for an advantage;
-        `vanishes_with_advantage`, `choose` for a loss. Raises ValueError if a function of another module has the name.
+        `vanishes_with_advantage`, `choose`, `needs_updates` for a loss. Raises ValueError if a function of another
+        module has the name.
         """
 
         def keep(function: F) -> F:
@@ -137,7 +141,7 @@ class Registry(Generic[Entry]):
         return {name: entry.function for name, entry in self._entries.items()}
 
     def get(self, name: str) -> Entry:
-        """Return the entry of a registered name, an entry point or an import path `module:attribute`.
+        """The entry of a registered name, an entry point or an import path `module:attribute`.
 
         Raises UserError for an unknown name, or if the function cannot be imported.
         """
@@ -150,14 +154,14 @@ class Registry(Generic[Entry]):
         return next((e for e in self._entries.values() if e.function is function), None) or self._unregistered(function)
 
     def bound(self, section: AdvantageSection | LossSection | AggregationSection) -> Callable[..., Any]:
-        """Return the function that a recipe's section names, with its own arguments made and given to it.
+        """The function that a recipe's section names, with its own arguments made and given to it.
 
         Raises UserError, one line: see `get`; arguments that it does not take.
         """
         return with_arguments(self.get(section.name).function, 2, section.args, f"algorithm.{self.kind}.args")
 
     def chooser(self, section: LossSection) -> Callable[..., Any] | None:
-        """Return the `choose` of the loss that a recipe's section names, with its arguments given to it; None where it
+        """The `choose` of the loss that a recipe's section names, with its arguments given to it; None where it
         has none. Raises UserError as `bound` does."""
         choose = getattr(self.get(section.name), "choose", None)
         return choose and with_arguments(choose, 3, section.args, f"algorithm.{self.kind}.args")

@@ -11,7 +11,7 @@ from torch import Tensor
 from agentrl.algo.advantage import EPSILON, Groups, earned, whitened
 from agentrl.algo.registry import advantages
 from agentrl.algo.terms import Samples, TokenAdvantages
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 _TINY = 1e-8  # added to a sum that may be 0
 
@@ -121,7 +121,7 @@ def gigpo(samples: Samples, config: AlgorithmSection, args: GigpoArgs) -> TokenA
 
 
 def _compared(values: Tensor, groups: Tensor, normalise: bool) -> Tensor:
-    """Return values [N] minus the mean of their group, by its standard deviation if `normalise`; 0 in a group of
+    """Values [N] minus the mean of their group, by its standard deviation if `normalise`; 0 in a group of
     equals."""
     within = Groups(groups)
     deviation, centred = within.deviation(values), values - within.mean(values)
@@ -130,7 +130,7 @@ def _compared(values: Tensor, groups: Tensor, normalise: bool) -> Tensor:
 
 
 def _returns_by_turn(samples: Samples, gamma: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the cell of each token, int64 [N], in a table of samples by turns; discounted rewards from each turn on,
+    """The cell of each token, int64 [N], in a table of samples by turns; discounted rewards from each turn on,
     float64 [S, K]; and 1 for the turns that there are, [S, K]."""
     assert samples.turns is not None
     size, turns = len(samples.lengths), int(samples.turns.max()) + 1 if len(samples.turns) else 1
@@ -176,7 +176,7 @@ def optimal_token_baseline(samples: Samples, config: AlgorithmSection) -> TokenA
 
 
 def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
-    """Return y with y_t = x_t + factor * y_t+1 within each sample. values: float64 [N]. lengths: int64 [S], sum N."""
+    """Y with y_t = x_t + factor * y_t+1 within each sample. values: float64 [N]. lengths: int64 [S], sum N."""
     order = torch.argsort(lengths, descending=True, stable=True)
     lasts = (torch.cumsum(lengths, 0) - 1)[order]
     longest = int(lengths.max()) if len(lengths) else 0
@@ -192,7 +192,7 @@ def discounted(values: Tensor, lengths: Tensor, factor: float) -> Tensor:
 
 
 def _following(values: Tensor, lengths: Tensor) -> Tensor:
-    """Return V_t+1 for each token t, 0 for the last token of a sample: [N]."""
+    """V_t+1 for each token t, 0 for the last token of a sample: [N]."""
     following = torch.zeros_like(values)
     following[:-1] = values[1:]
     following[(torch.cumsum(lengths, 0) - 1)[lengths > 0]] = 0.0
@@ -200,7 +200,7 @@ def _following(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _token_rewards(samples: Samples) -> Tensor:
-    """Return the reward of each token, float64 [N]; without `token_rewards`, a sample's reward is at its last token."""
+    """The reward of each token, float64 [N]; without `token_rewards`, a sample's reward is at its last token."""
     if samples.token_rewards is not None:
         return samples.token_rewards.double()
     found = torch.zeros(int(samples.lengths.sum()), dtype=torch.float64)
@@ -234,13 +234,13 @@ def pf_ppo_best_random(samples: Samples, config: AlgorithmSection) -> TokenAdvan
 
 
 def _share(groups: Groups, chosen: Tensor) -> Tensor:
-    """Return N / (chosen samples of the task) for each chosen sample, 0 for the others: float64 [S]."""
+    """N / (chosen samples of the task) for each chosen sample, 0 for the others: float64 [S]."""
     chosen = chosen.double()
     return chosen * groups.count / groups.total(chosen).clamp(min=1)
 
 
 def _weighted(samples: Samples, config: AlgorithmSection, weights: Tensor) -> TokenAdvantages:
-    """Return the advantages of `gae` times `weights`, float64 [S]: N x w, whose mean over a task is 1."""
+    """The advantages of `gae` times `weights`, float64 [S]: N x w, whose mean over a task is 1."""
     found = gae(samples, config)
     each = torch.repeat_interleave(weights, samples.lengths)
     return TokenAdvantages((found.advantages.double() * each).float(), found.returns)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from agentrl.constraint import Constraint
 from agentrl.images import ImageSize, ImageSpan
 from agentrl.plugins.types import Json, Message
 
@@ -58,11 +59,11 @@ class Chat(Protocol):
     """Whether contents may hold images."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
-        """Return the ids of the opening prompt, generation prompt included. tools: as `Tool.schema`."""
+        """The ids of the opening prompt, generation prompt included. tools: as `Tool.schema`."""
         ...
 
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the ids between the sampled assistant turn `turn_ids` and the next sampled token.
+        """The ids between the sampled assistant turn `turn_ids` and the next sampled token.
 
         They close the turn where it was cut off or where the template puts something after the stop id, hold `messages`
         (tool results, user or environment messages) and end with the generation prompt. Costs O(turn + messages), never
@@ -75,11 +76,21 @@ class Chat(Protocol):
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return text for people, special tokens included."""
+        """Text for people, special tokens included."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
         """Encode plain text without interpreting special tokens in it; used to limit tool results by tokens."""
+        ...
+
+
+@runtime_checkable
+class Constraining(Protocol):
+    """A chat that can say what a turn must look like which is forced."""
+
+    def constraint(self, schema: str | None, tools: Sequence[dict[str, Json]]) -> Constraint:
+        """What a turn must be: JSON of this schema (JSON text; None: no such answer), or a call of one of these
+        tools. Raises UserError: the model writes calls in a format whose arguments are no JSON."""
         ...
 
 
@@ -92,7 +103,7 @@ class Measuring(Protocol):
     """A chat that counts the tokens of many openings faster than by rendering each."""
 
     def lengths(self, openings: Sequence[Opening]) -> list[int]:
-        """Return `len(render(*opening))` of each opening, exactly."""
+        """`len(render(*opening))` of each opening, exactly."""
         ...
 
 
@@ -101,25 +112,35 @@ class Seeing(Protocol):
     """A chat whose messages may hold images of the store, by hash (`{"type": "image", "image": hash}`)."""
 
     def images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
-        """Return where the images of `messages` stand in `ids`, which `render` or `bridge` made of them."""
+        """Where the images of `messages` stand in `ids`, which `render` or `bridge` made of them."""
         ...
 
     def image_tokens(self, image: str | ImageSize) -> int:
-        """Return the tokens of an image, by its hash or by its size alone. Raises ImageError: the model does not take
+        """The tokens of an image, by its hash or by its size alone. Raises ImageError: the model does not take
         it."""
         ...
 
 
 def images_in(chat: Chat, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
-    """Return what `Seeing.images_in` does; nothing for a chat that does not see."""
+    """What `Seeing.images_in` does; nothing for a chat that does not see."""
     return chat.images_in(ids, messages) if isinstance(chat, Seeing) else []
+
+
+@runtime_checkable
+class Completing(Protocol):
+    """A chat whose model takes prompts as they stand."""
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """The ids of a prompt, with nothing added; in a text, special tokens mean what they say. Raises
+        UserError: it holds ids that the vocabulary lacks, or placeholders of images."""
+        ...
 
 
 class PartialTurn(Protocol):
     """What is certain of a turn while it is sampled."""
 
     def add(self, ids: Sequence[int]) -> list[Said]:
-        """Return what is certain now and was not before. ids: sampled since the last call.
+        """What is certain now and was not before. ids: sampled since the last call.
 
         The pieces of a kind are, joined, the beginning of what `Chat.parse` makes of all ids of the turn."""
         ...
@@ -130,5 +151,5 @@ class Streaming(Protocol):
     """A chat that reads turns while they are sampled."""
 
     def stream(self) -> PartialTurn | None:
-        """Return a reader for one turn; None: this model's turns can be read whole only."""
+        """A reader for one turn; None: this model's turns can be read whole only."""
         ...

@@ -5,16 +5,19 @@ from collections.abc import Sequence
 
 from agentrl.chat.base import Opening, ParsedTurn
 from agentrl.chat.encode import Encoder, Marks, PartialText
+from agentrl.chat.forced import Forced
 from agentrl.chat.frame import Frame, Shape, content_text, shape_of
-from agentrl.chat.frame_maker import FrameMaker
+from agentrl.chat.frame_maker import MOST_FRAMED, FrameMaker
 from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import TurnEnds
 from agentrl.chat.stream import TurnStream
 from agentrl.chat.template import Template, TemplateRefusalError
+from agentrl.constraint import Constraint
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Message
 
-_KEPT_OPENINGS = 256
+_KEPT = 256  # frames of openings, and of what follows a turn
+_FRAMED = 1 << 17  # of tools and system prompts: they are kept with their frame
 
 
 class BridgeChat:
@@ -39,6 +42,7 @@ class BridgeChat:
         self.template, self._encoder, self._parser = template, encoder, parser
         self.call_format = parser.format.name if parser.format else None
         self._maker = FrameMaker(template, encoder, ends)
+        self._forced: Forced | None = None
         self._frames: dict[Shape, Frame] = {}
         self._openings: dict[object, tuple[Frame | None, list[dict[str, Json]]]] = {}
 
@@ -49,11 +53,11 @@ class BridgeChat:
         self._stops = self._parser.stops = frozenset(self.stop_ids)
 
     def whole_ids(self, text: str) -> list[int]:
-        """Return ids of a rendered text."""
+        """Ids of a rendered text."""
         return self._encoder.whole(text)
 
     def structural_in(self, messages: Sequence[Message]) -> bool:
-        """Return whether a content spells a token that has a meaning of its own."""
+        """Whether a content spells a token that has a meaning of its own."""
         return any(self._encoder.structural_in(content_text(message.get("content"))) for message in messages)
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
@@ -79,17 +83,22 @@ class BridgeChat:
         return [found[i] for i in range(len(openings))]
 
     def _opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Frame | None:
-        """Return the frame of openings like this one, made once: same tools, roles and system prompts."""
+        """The frame of openings like this one, made once: same tools, roles and system prompts."""
         shape_of(messages)
+        if len(messages) > MOST_FRAMED:
+            return None
         if not all(m["role"] in ("system", "user") and isinstance(m.get("content"), str) for m in messages):
             return None
         said = tuple([(m["role"], m["content"] if m["role"] == "system" else bool(m["content"])) for m in messages])
         key = (said, tuple(map(id, tools)))
-        if key not in self._openings:
-            if len(self._openings) >= _KEPT_OPENINGS:
+        if (known := self._openings.get(key)) is None:
+            if len(self._openings) >= _KEPT:
                 self._openings.clear()
-            self._openings[key] = self._opening_frame(messages, tools), list(tools)
-        return self._openings[key][0]
+            fixed = sum(len(str(m["content"])) for m in messages if m["role"] == "system") + len(str(list(tools)))
+            if fixed > _FRAMED:
+                return None
+            known = self._openings[key] = self._opening_frame(messages, tools), list(tools)
+        return known[0]
 
     def _opening_frame(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Frame | None:
         try:
@@ -98,7 +107,7 @@ class BridgeChat:
             return None
 
     def _sought(self, messages: Sequence[Message]) -> bool:
-        """Return whether the template would look at what a content says, and not only write it."""
+        """Whether the template would look at what a content says, and not only write it."""
         sought = self.template.looks_for
         return sought is not None and any(sought.search(content_text(message.get("content"))) for message in messages)
 
@@ -130,6 +139,8 @@ class BridgeChat:
         shape = shape_of(messages)
         frame = self._frames.get(shape)
         if frame is None:
+            if len(self._frames) >= _KEPT:
+                self._frames.clear()
             frame = self._frames[shape] = self._frame(shape)
         last = turn_ids[-1] if len(turn_ids) else -1
         if last in self._stops:
@@ -157,9 +168,20 @@ class BridgeChat:
         """See `Streaming.stream`."""
         return self._parser.stream(PartialText(self._encoder))
 
+    def constraint(self, schema: str | None, tools: Sequence[dict[str, Json]]) -> Constraint:
+        """See `Constraining.constraint`."""
+        if self._forced is None:
+            ends = [token for token, one in self._encoder.structural.items() if one in self._stops]
+            self._forced = Forced(self.template, self._parser.format, ends)
+        return self._forced.constraint(schema, tools)
+
     def decode(self, ids: Sequence[int]) -> str:
         """See `Chat.decode`."""
         return self._encoder.decode(ids)
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """See `Completing.encode_prompt`."""
+        return self._encoder.raw(prompt)
 
     def encode_text(self, text: str) -> list[int]:
         """See `Chat.encode_text`."""

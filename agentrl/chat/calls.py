@@ -4,7 +4,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from agentrl.chat.base import ParsedCall
@@ -19,19 +19,33 @@ class CallError(Exception):
     """What is wrong with a call, in words for the model."""
 
 
+class RepeatedKeyError(CallError):
+    """A key of an object, or the name of an argument, that stands twice."""
+
+
+def once(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
+    """The pairs as a dict. Raises RepeatedKeyError: which of two values is meant, nobody can tell."""
+    found: dict[str, Json] = {}
+    for key, value in pairs:
+        if key in found:
+            raise RepeatedKeyError(f"the key {key[:40]!r} stands twice")
+        found[key] = value
+    return found
+
+
 def _no_constant(name: str) -> Json:
     raise ValueError(f"{name} is not JSON")
 
 
 def finite(text: str) -> float:
-    """Return a number as a finite float. Raises ValueError where no float is as large."""
+    """A number as a finite float. Raises ValueError where no float is as large."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is too large for a number")
     return value
 
 
-_decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=finite)
+_decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=finite, object_pairs_hook=once)
 _SPACE = re.compile(r"\s*")
 
 
@@ -58,28 +72,48 @@ def _deeper(value: Json, depth: int) -> bool:
 
 
 def after_space(text: str, at: int) -> int:
-    """Return the position of the first character from `at` on that is not white space."""
+    """The position of the first character from `at` on that is not white space."""
     match = _SPACE.match(text, at)
     assert match is not None
     return match.end()
 
 
-def json_end(text: str, at: int) -> int:
-    """Return where the JSON value that stands at `at`, and the white space around it, ends; -1 where none stands
-    there."""
-    try:
-        return after_space(text, _decoder.raw_decode(text, after_space(text, at))[1])
-    except (ValueError, RecursionError):
-        return -1
+_CUT = 16  # characters before a text's end at which an error may be that of a value that goes on
+
+_LEAST = 64
+
+
+def json_end(text: str, at: int, first: int) -> tuple[int, int]:
+    """Where the JSON value at `at`, and the white space around it, ends (-1 where none stands there), and how
+    many characters were read for that: a few times as many as it has, or as stand before what is wrong with it.
+
+    first: up to where it is read at first, then ever further. An error of `json` costs as much as all that it is given.
+    """
+    at = after_space(text, at)
+    size, read = max(first - at, _LEAST), 0
+    while True:
+        piece = text[at : at + size]
+        read += len(piece)
+        last = at + size >= len(text)
+        try:
+            end = _decoder.raw_decode(piece)[1]
+            if last or end < len(piece):
+                return after_space(text, at + end), read
+        except json.JSONDecodeError as error:
+            if last or not (error.msg.startswith("Unterminated") or error.pos > len(piece) - _CUT):
+                return -1, read
+        except (ValueError, RecursionError, CallError):
+            return -1, read
+        size *= 2
 
 
 def failed(raw: str, why: object, name: str = "") -> ParsedCall:
-    """Return a call that cannot be run. raw: as the model wrote it; why: ends the error that the model reads."""
+    """A call that cannot be run. raw: as the model wrote it; why: ends the error that the model reads."""
     return ParsedCall(name, {}, raw, f"this tool call cannot be read: {why}")
 
 
 def call_of(value: Json, raw: str) -> ParsedCall:
-    """Return a call from `{"name": ..., "arguments": {...}}` (or `parameters`, or arguments as a JSON string)."""
+    """A call from `{"name": ..., "arguments": {...}}` (or `parameters`, or arguments as a JSON string)."""
     if not isinstance(value, dict):
         return failed(raw, f"it must be a JSON object with name and arguments, not {_kind(value)}")
     identity = value.get("id", value.get("tool_call_id"))
@@ -89,7 +123,7 @@ def call_of(value: Json, raw: str) -> ParsedCall:
 
 
 def identified(call: ParsedCall, identity: object) -> ParsedCall:
-    """Return the call with the id that the model wrote, if it wrote one."""
+    """The call with the id that the model wrote, if it wrote one."""
     return replace(call, id=identity) if isinstance(identity, str) and identity else call
 
 
@@ -111,7 +145,7 @@ def _call_of(value: dict[str, Json], raw: str) -> ParsedCall:
 
 
 def calls_of_json(body: str, raw: str) -> list[ParsedCall]:
-    """Return the call, or the list of calls, that a JSON text holds."""
+    """The call, or the list of calls, that a JSON text holds."""
     try:
         value = read_json(body)
     except CallError as error:
@@ -122,7 +156,7 @@ def calls_of_json(body: str, raw: str) -> list[ParsedCall]:
 
 
 def named_json(name: str, body: str, raw: str) -> ParsedCall:
-    """Return a call whose name stands before its JSON arguments."""
+    """A call whose name stands before its JSON arguments."""
     name = name.strip()
     if not name:
         return failed(raw, "it has no name of a tool")
@@ -149,15 +183,22 @@ class Schemas:
             properties = function.get("parameters", {}).get("properties", {})
             self._types[function["name"]] = {key: _types(schema) for key, schema in properties.items()}
 
+    def values(self, tool: str, pairs: Iterable[tuple[str, str]]) -> dict[str, Json]:
+        """Arguments written as texts without quotes, by name. Raises RepeatedKeyError."""
+        return once((key.strip(), self.value(tool, key.strip(), text)) for key, text in pairs)
+
     def value(self, tool: str, key: str, text: str) -> Json:
-        """Return the value that an unquoted text means: JSON where the schema allows that type, else the text
-        itself."""
+        """The value that an unquoted text means: JSON where the schema allows that type, else the text itself.
+
+        Raises RepeatedKeyError for an object with a key twice where the schema allows no text."""
         types = self._types.get(tool, {}).get(key, frozenset())
         if types == {"string"}:
             return text
         try:
             value = read_json(_PYTHON_WORDS.get(text.strip(), text))
-        except CallError:
+        except CallError as error:
+            if isinstance(error, RepeatedKeyError) and "string" not in types:
+                raise
             return text
         kind = _kind(value)
         if not types or kind in types or (kind == "integer" and "number" in types) or "string" not in types:
@@ -187,7 +228,7 @@ def _types(schema: object) -> frozenset[str]:
 
 
 def calls_of_python(body: str, raw: str) -> list[ParsedCall]:
-    """Return calls written as Python: `[name(key='value', other=3)]`. Literals only; nothing is run."""
+    """Calls written as Python: `[name(key='value', other=3)]`. Literals only; nothing is run."""
     if len(body) > _MAX_LITERAL:
         return [failed(raw, f"it is longer than {_MAX_LITERAL} characters")]
     try:
@@ -231,11 +272,14 @@ def _python_call(node: ast.expr, raw: str) -> ParsedCall:
     name = ast.unparse(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         return failed(raw, "arguments must be given by name, as key='value'", name)
-    arguments = {str(keyword.arg): _literal(keyword.value, 0) for keyword in node.keywords}
+    try:
+        arguments = once((str(keyword.arg), _literal(keyword.value, 0)) for keyword in node.keywords)
+    except RepeatedKeyError as error:
+        return failed(raw, error, name)
     return ParsedCall(name, arguments, raw)
 
 
-def _literal(node: ast.expr, depth: int) -> Json:
+def _literal(node: ast.expr | None, depth: int) -> Json:
     if depth > MAX_DEPTH:
         raise CallError("it is nested too deeply")
     match node:
@@ -248,7 +292,8 @@ def _literal(node: ast.expr, depth: int) -> Json:
         case ast.List(elts=items) | ast.Tuple(elts=items):
             return [_literal(item, depth + 1) for item in items]
         case ast.Dict(keys=keys, values=values):
-            return {str(_literal(k, depth + 1)): _literal(v, depth + 1) for k, v in zip(keys, values, strict=True) if k}
+            pairs = zip(keys, values, strict=True)  # a key is None where `**` stands
+            return once((str(_literal(k, depth + 1)), _literal(v, depth + 1)) for k, v in pairs)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
             return -_bounded(value)
     raise CallError("arguments must be plain values")
@@ -261,7 +306,7 @@ def _bounded(value: object) -> Json:
 
 
 def _sound(text: str) -> str:
-    """Return the text with its surrogate pairs, as JSON writes them, made one character each."""
+    """The text with its surrogate pairs, as JSON writes them, made one character each."""
     try:
         return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16")
     except UnicodeDecodeError as error:
@@ -271,7 +316,7 @@ def _sound(text: str) -> str:
 def tagged_values(
     body: str, at: int, head: re.Pattern[str], tail: re.Pattern[str]
 ) -> tuple[list[tuple[str, str]], int]:
-    """Return the pairs of a head's text (its first group) and the value up to the next `tail`, in a row from `at` on,
+    """The pairs of a head's text (its first group) and the value up to the next `tail`, in a row from `at` on,
     and where they end. Raises CallError with the head of a value that nothing closes."""
     pairs = []
     while match := head.match(body, at):
@@ -284,5 +329,5 @@ def tagged_values(
 
 
 def trimmed(value: str) -> str:
-    """Return a value without the one line break that templates put on either side of it."""
+    """A value without the one line break that templates put on either side of it."""
     return value.removeprefix("\n").removesuffix("\n")

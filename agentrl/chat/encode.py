@@ -12,6 +12,8 @@ from agentrl.plugins.types import Json
 _SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and broken in two in any other
 IMAGE = "\ufdd2"
 """A noncharacter that stands for an image in a content."""
+_LONG = 1 << 13  # characters
+_MOST_IDS = 1 << 21  # of one text: to make a list of them holds the interpreter
 _UNUSED = (range(0x100000, 0x10FFFE), range(0xF0000, 0xFFFFE), range(0x40000, 0xDFFFE))  # private use, unassigned
 _TRIALS = ("a", " a", "\nx y\n", "x  y", " \n", "Ünï 漢字 12", "</", "{\"k\": 'v'}")
 
@@ -63,7 +65,7 @@ class Encoder:
         self._breaks = re.compile("|".join(broken))
 
     def _cuts_exactly(self) -> bool:
-        """Return whether text after a structural token is encoded as `plain` does it."""
+        """Whether text after a structural token is encoded as `plain` does it."""
         tokens = [t for t in self.structural if not any(self.swallows[t])]
         return all(
             self._full.encode(token + text, add_special_tokens=False).ids[1:] == self.plain(text)
@@ -72,18 +74,31 @@ class Encoder:
         )
 
     def _self_made(self, names: Sequence[str]) -> re.Pattern[str] | None:
-        """Return structural tokens that the vocabulary itself would make of their text: such texts are broken in
+        """Structural tokens that the vocabulary itself would make of their text: such texts are broken in
         two."""
         ids = frozenset(self.structural.values())
         bad = [t for t in names if ids.intersection(self.plain(t))]
         return re.compile("|".join(map(re.escape, bad))) if bad else None
 
     def whole(self, text: str) -> list[int]:
-        """Return ids of a text whose structural tokens mean what they say."""
+        """Ids of a text whose structural tokens mean what they say."""
         return _ids(self._full, text if self.image is None else text.replace(IMAGE, self.image[0]))
 
+    def raw(self, given: str | Sequence[int]) -> list[int]:
+        """Ids of a prompt as it stands; see `Completing.encode_prompt`."""
+        ids = _ids(self._full, given) if isinstance(given, str) else list(given)
+        if (wrong := next((i for i in ids if not 0 <= i <= self._highest), None)) is not None:
+            raise UserError(f"prompt: {wrong} is no token id, the last one is {self._highest}")
+        if self.image is not None and not set(self.image[1]).isdisjoint(ids):
+            raise UserError("prompt: it holds a placeholder of an image; show images in messages")
+        return ids
+
+    @cached_property
+    def _highest(self) -> int:
+        return max(self._full.get_vocab(with_added_tokens=True).values())
+
     def plain(self, text: str) -> list[int]:
-        """Return ids of a text that lies after a structural token and in which nothing is structural."""
+        """Ids of a text that lies after a structural token and in which nothing is structural."""
         if not text:
             return []
         if self.image is not None and IMAGE in text:
@@ -99,7 +114,7 @@ class Encoder:
         return ids + self._encoded(text[at:])
 
     def plain_lengths(self, texts: Sequence[str]) -> list[int]:
-        """Return `len(plain(text))` of each text; many at once run in the tokenizer's own threads."""
+        """`len(plain(text))` of each text; many at once run in the tokenizer's own threads."""
         lead = _SEPARATOR if self._separated else ""
         easy = [i for i, text in enumerate(texts) if text and not self._hard(text)]
         try:
@@ -119,7 +134,7 @@ class Encoder:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included."""
+        """The text of ids, special tokens included."""
         text: str = self._full.decode(ids, skip_special_tokens=False)
         return text
 
@@ -132,7 +147,7 @@ class Encoder:
         return frozenset(i for i in ids if i is not None)
 
     def split(self, text: str) -> list[tuple[int | None, str]]:
-        """Return the text cut at its structural tokens: (id, token) and (None, what lies between and is not
+        """The text cut at its structural tokens: (id, token) and (None, what lies between and is not
         swallowed)."""
         pieces: list[tuple[int | None, str]] = []
         at = 0
@@ -147,15 +162,15 @@ class Encoder:
         return pieces
 
     def structural_in(self, text: str) -> bool:
-        """Return whether a structural token is written in this text."""
+        """Whether a structural token is written in this text."""
         return self._named.search(text) is not None
 
     def mark(self, text: str, marks: "Marks") -> str:
-        """Return the text with a character of `marks` for each structural token written in it."""
+        """The text with a character of `marks` for each structural token written in it."""
         return self._named.sub(lambda match: marks.of(match.group()), text)
 
     def marked(self, text: str, marks: "Marks | None", lead: str = "") -> list[int]:
-        """Return ids of a text with marks: its own structural tokens mean what they say, the marked ones are plain
+        """Ids of a text with marks: its own structural tokens mean what they say, the marked ones are plain
         text. `lead` is the structural token that stands before it, if any."""
         if marks is None or not marks.used:
             return self.whole(lead + text)[1:] if lead else self.whole(text)
@@ -175,7 +190,7 @@ class PartialText:
         self._lost = False
 
     def add(self, ids: Sequence[int]) -> str:
-        """Return the text that further ids made certain; a character that may be incomplete is not."""
+        """The text that further ids made certain; a character that may be incomplete is not."""
         self._new += ids
         if not self._new or self._new[-1] in self._encoder.byte_ids or self._lost:
             return ""
@@ -204,7 +219,7 @@ class Marks:
         return bool(self._marks)
 
     def of(self, token: str) -> str:
-        """Return the mark of a token, a new one for a token that has none."""
+        """The mark of a token, a new one for a token that has none."""
         mark = self._marks.get(token)
         if mark is None:
             mark = next(self._free, None)
@@ -215,23 +230,37 @@ class Marks:
         return mark
 
     def restored(self, text: str) -> str:
-        """Return the tokens in place of their marks, which a template may have escaped as JSON does."""
+        """The tokens in place of their marks, which a template may have escaped as JSON does."""
         pattern = "|".join(map(re.escape, self._tokens))
         return re.sub(pattern, lambda match: self._tokens[match.group()], text)
 
 
+def sound(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text; half a surrogate pair, which no tokenizer takes, becomes U+FFFD."""
+    """Encode a text; half a surrogate pair, which no tokenizer takes, becomes U+FFFD. A long one is encoded as a batch,
+    which lets other threads go on meanwhile."""
+
+    def encoded(whole: str) -> Any:
+        if len(whole) < _LONG:
+            return tokenizer.encode(whole, add_special_tokens=False)
+        return tokenizer.encode_batch_fast([whole], add_special_tokens=False)[0]
+
     try:
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        found = encoded(text)
     except TypeError:
-        sound = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        ids = tokenizer.encode(sound, add_special_tokens=False).ids
+        found = encoded(sound(text))
+    if len(found) > _MOST_IDS:
+        raise UserError(f"a text of {len(text)} characters has {len(found)} tokens, more than any context")
+    ids: list[int] = found.ids
     return ids
 
 
 def _without(spec: dict[str, Json], structural: frozenset[str]) -> tuple[Any, dict[int, int]]:
-    """Return the tokenizer without its structural tokens, and the true ids of those that got another id by that."""
+    """The tokenizer without its structural tokens, and the true ids of those that got another id by that."""
     from tokenizers import Tokenizer
 
     kept = [t for t in spec["added_tokens"] if t["content"] not in structural]
@@ -241,7 +270,7 @@ def _without(spec: dict[str, Json], structural: frozenset[str]) -> tuple[Any, di
 
 
 def _pattern(names: Sequence[str], swallows: dict[str, tuple[bool, bool]]) -> re.Pattern[str]:
-    """Return a pattern of the tokens: leftmost, longest first, one group each, with the white space that each
+    """A pattern of the tokens: leftmost, longest first, one group each, with the white space that each
     swallows."""
     space = ("", r"\s*")
     forms = [f"{space[swallows[t][0]]}({re.escape(t)}){space[swallows[t][1]]}" for t in names]

@@ -3,7 +3,6 @@
 It bridges between turns and reads calls. The opening is always the template's own rendering.
 """
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +12,11 @@ from typing import Any
 
 from agentrl.chat.base import Opening, ParsedCall, ParsedTurn, PartialTurn
 from agentrl.chat.bridge import BridgeChat
+from agentrl.chat.calls import CallError, RepeatedKeyError, read_json
+from agentrl.chat.encode import sound
 from agentrl.chat.frame import content_text
 from agentrl.chat.template import Template, TemplateRefusalError
+from agentrl.constraint import Constraint
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Message
 
@@ -46,12 +48,12 @@ class Family:
     after_cut: bool = False
 
     def tools(self, tools: Sequence[dict[str, Json]]) -> list[dict[str, Json]] | None:
-        """Return the schemas in the form that the renderer takes; None where there are none."""
+        """The schemas in the form that the renderer takes; None where there are none."""
         return [tool.get("function", tool) if self.bare_tools else tool for tool in tools] or None
 
 
 def known_families() -> list[str]:
-    """Return the names of all families that `renderers` knows, sorted."""
+    """The names of all families that `renderers` knows, sorted."""
     return sorted(set(_renderers_module("base").MODEL_RENDERER_MAP.values()))
 
 
@@ -80,7 +82,7 @@ class _NoClient(ModuleType):
 def find_family(
     tokenizer: Any, template: Template, bridge: BridgeChat, *, kind: str, model_path: str, config: dict[str, Json]
 ) -> tuple[Family | None, str]:
-    """Return the first candidate that is proven, or None, and why."""
+    """The first candidate that is proven, or None, and why."""
     if template.parts:
         return None, "the template takes lists of parts"
     tried: list[str] = []
@@ -113,7 +115,7 @@ def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Js
 
 
 def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
-    """Return the family's renderers: with its defaults, and with thinking switched off or on."""
+    """The family's renderers: with its defaults, and with thinking switched off or on."""
     create_renderer = _renderers_module("base").create_renderer
     config_class: Any = type(_renderers_module("configs").config_from_name(name))
     variants: list[dict[str, Json]] = [{}]
@@ -128,7 +130,7 @@ def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
 
 
 def _talks() -> list[list[Message]]:
-    """Return conversations as far as a job writes them: user, tool call, result, answer, user; with thoughts, two
+    """Conversations as far as a job writes them: user, tool call, result, answer, user; with thoughts, two
     calls, and arguments of every type."""
 
     def call(i: int, **more: Any) -> Any:
@@ -158,7 +160,7 @@ def _ids(family: Family, template: Template, messages: Sequence[Message]) -> lis
 
 
 def _proven(family: Family, template: Template, bridge: BridgeChat) -> bool:
-    """Return whether it renders every probe conversation as the template does (those that the template refuses set
+    """Whether it renders every probe conversation as the template does (those that the template refuses set
     aside)."""
     compared = 0
     for talk in _talks():
@@ -181,7 +183,7 @@ def _with_bridges(family: Family, template: Template, bridge: BridgeChat) -> Fam
 
 
 def _agrees(family: Family, template: Template, bridge: BridgeChat, turn: Sequence[int]) -> bool:
-    """Return whether, where its bridge adds anything after such a turn, our frames add the same."""
+    """Whether, where its bridge adds anything after such a turn, our frames add the same."""
     talk = _talks()[2]
     for messages in ([talk[2]], [talk[2], talk[2]], [talk[4]]):
         theirs = _their_bridge(family, template, turn, messages)
@@ -198,7 +200,11 @@ def _their_bridge(
     family: Family, template: Template, turn_ids: Sequence[int], messages: Sequence[Message]
 ) -> list[int] | None:
     turn = list(turn_ids)
-    shaped = [{**message, "content": content_text(message.get("content"))} for message in messages]
+    shaped = [
+        {key: sound(value) if isinstance(value, str) else value for key, value in message.items()}
+        | {"content": sound(content_text(message.get("content")))}
+        for message in messages
+    ]
     found = family.renderer.bridge_to_next_turn(list(family.lead), turn, shaped, tools=family.tools(template.tools))
     done = [*family.lead, *turn]
     return list(found.token_ids[len(done) :]) if found is not None and found.token_ids[: len(done)] == done else None
@@ -258,9 +264,17 @@ class FamilyChat:
         """See `Streaming.stream`. The family's own parser reads whole turns only."""
         return self._bridge.stream() if self._bridge.call_format is not None else None
 
+    def constraint(self, schema: str | None, tools: Sequence[dict[str, Json]]) -> Constraint:
+        """See `Constraining.constraint`."""
+        return self._bridge.constraint(schema, tools)
+
     def decode(self, ids: Sequence[int]) -> str:
         """See `Chat.decode`."""
         return self._bridge.decode(ids)
+
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        """See `Completing.encode_prompt`."""
+        return self._bridge.encode_prompt(prompt)
 
     def encode_text(self, text: str) -> list[int]:
         """See `Chat.encode_text`."""
@@ -268,13 +282,25 @@ class FamilyChat:
 
 
 def _parsed(call: Any) -> ParsedCall:
-    arguments, status = call.arguments, str(call.status)
-    if isinstance(arguments, str):
+    arguments, why = call.arguments, "" if str(call.status) == "ok" else str(call.status).replace("_", " ")
+    if isinstance(arguments, str) and not why:
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            status = "invalid_json"
-    if status != "ok" or not isinstance(arguments, dict) or not call.name:
-        why = status.replace("_", " ") if status != "ok" else "it has no name or its arguments are no JSON object"
+            arguments = read_json(arguments)
+        except CallError as error:
+            why = str(error)
+    why = why or _repeated(call.raw)
+    if why or not isinstance(arguments, dict) or not call.name:
+        why = why or "it has no name or its arguments are no JSON object"
         return ParsedCall(call.name or "", {}, call.raw, f"this tool call cannot be read: {why}", call.id)
     return ParsedCall(call.name, arguments, call.raw, None, call.id)
+
+
+def _repeated(raw: str) -> str:
+    """Which key stands twice in a call that is written as JSON, of which their parser takes the last."""
+    try:
+        read_json(raw)
+    except RepeatedKeyError as error:
+        return str(error)
+    except CallError:  # it is written otherwise
+        pass
+    return ""

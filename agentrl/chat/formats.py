@@ -8,6 +8,7 @@ from functools import partial
 from agentrl.chat.base import ParsedCall
 from agentrl.chat.calls import (
     CallError,
+    RepeatedKeyError,
     Schemas,
     after_space,
     calls_of_json,
@@ -16,6 +17,7 @@ from agentrl.chat.calls import (
     identified,
     json_end,
     named_json,
+    once,
     tagged_values,
     trimmed,
 )
@@ -39,9 +41,10 @@ CHANNELS, BARE = "channels", "bare JSON"
 BodyReader = Callable[[str, str, Schemas], list[ParsedCall]]
 """(what stands between the tags, the same with its tags, the tools' types) -> calls."""
 
-Reach = Callable[[str, int, int], int]
-"""(text, where a call's body begins, where its closing tag first stands) -> where that tag stands if values may hold
-it: -1 where the body's grammar does not tell, the text's length where it stands nowhere."""
+Reach = Callable[[str, int, int], tuple[int, int]]
+"""(text, where a call's body begins, where its closing tag first stands) -> where that tag stands if values may hold it
+(-1 where the body's grammar does not tell, the text's length where it stands nowhere), and how many characters were
+read to find that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,10 @@ class Format:
     marker: str
     read: Callable[[str, bool, Schemas], Reading]
     dropped: tuple[str, ...] = ()
+
+
+_AGAIN = 8
+"""How often the characters of a text may be read again, on average."""
 
 
 @dataclass(slots=True)
@@ -68,13 +75,13 @@ class _Bodies:
     left: int
 
     def read(self, start: int, inner: int, end: int, closing: int) -> tuple[list[ParsedCall], int]:
-        """Return the calls of the body at `inner`, and where its tag of `closing` characters stands: at `end`, or
+        """The calls of the body at `inner`, and where its tag of `closing` characters stands: at `end`, or
         later."""
         calls = self.body(self.text[inner:end], self.text[start : end + closing], self.schemas)
         if not any(call.error for call in calls) or self.left <= 0:
             return calls, end
-        later = self.reach(self.text, inner, end)
-        self.left -= max(later - inner, 0)
+        later, read = self.reach(self.text, inner, end)
+        self.left -= read
         if end < later < len(self.text):
             again = self.body(self.text[inner:later], self.text[start : later + closing], self.schemas)
             if not any(call.error for call in again):
@@ -85,12 +92,12 @@ class _Bodies:
 def _tagged(
     name: str, opening: str, closing: str, body: BodyReader, reach: Reach, *, drop: Iterable[str] = ()
 ) -> Format:
-    """Return calls between two tags. `drop`: wrappers around all calls, which are no content."""
+    """Calls between two tags. `drop`: wrappers around all calls, which are no content."""
     dropped = tuple(drop)
 
     def read(text: str, closed: bool, schemas: Schemas) -> Reading:
         reading = Reading()
-        bodies = _Bodies(text, schemas, body, reach, 4 * len(text))
+        bodies = _Bodies(text, schemas, body, reach, _AGAIN * len(text))
         at = 0
         while (start := text.find(opening, at)) >= 0:
             reading.content.append(text[at:start])
@@ -112,29 +119,31 @@ def _tagged(
 
 
 def _after_json(*leads: str, closing: str, tail: str = "") -> Reach:
-    """Return the closing tag after a JSON value, which stands after the first of `leads` that is found."""
+    """The closing tag after a JSON value, which stands after the first of `leads` that is found."""
 
-    def reach(text: str, at: int, first: int) -> int:
+    def reach(text: str, at: int, first: int) -> tuple[int, int]:
         for lead in leads:
             if (found := text.find(lead, at, first)) >= 0:
                 at = found + len(lead)
                 break
-        end = json_end(text, at)
+        end, read = json_end(text, at, first)
         if end >= 0 and tail and text.startswith(tail, end):
             end = after_space(text, end + len(tail))
-        return end if end >= 0 and text.startswith(closing, end) else -1
+        return end if end >= 0 and text.startswith(closing, end) else -1, read
 
     return reach
 
 
 def _after_tags(pattern: str) -> Reach:
-    """Return the closing tag in the first match, which a group of it holds. The pattern also finds where a call that is
+    """The closing tag in the first match, which a group of it holds. The pattern also finds where a call that is
     not whole ends and another one begins: that one must not become a value of this one."""
     ends = re.compile(pattern)
 
-    def reach(text: str, at: int, first: int) -> int:
+    def reach(text: str, at: int, first: int) -> tuple[int, int]:
         match = ends.search(text, at)
-        return len(text) if match is None else match.start(match.lastindex or 0)
+        if match is None:
+            return len(text), len(text) - at
+        return match.start(match.lastindex or 0), match.end() - at
 
     return reach
 
@@ -143,21 +152,22 @@ _PYTHON_TEXT = r"""'''(?:[^\\]|\\.)*?(?:'''|\Z)|'(?:[^'\\]|\\.)*+'?|"(?:[^"\\]|\
 
 
 def _outside_of_texts(closing: str) -> Reach:
-    """Return the closing tag that stands in none of Python's texts."""
+    """The closing tag that stands in none of Python's texts."""
     pieces = re.compile(f"{_PYTHON_TEXT}|({re.escape(closing)})", re.DOTALL)
 
-    def reach(text: str, at: int, first: int) -> int:
+    def reach(text: str, at: int, first: int) -> tuple[int, int]:
         found = (match.start() for match in pieces.finditer(text, at) if match.group(1) is not None)
-        return next(found, len(text))
+        end = next(found, len(text))
+        return end, end - at
 
     return reach
 
 
-def _gemma_reach(text: str, at: int, first: int) -> int:
+def _gemma_reach(text: str, at: int, first: int) -> tuple[int, int]:
     opening = text.find("{", at, first)
-    end = gemma_end(text, opening) if opening >= 0 else -1
+    end, read = gemma_end(text, opening) if opening >= 0 else (-1, 0)
     end = after_space(text, end) if end >= 0 else -1
-    return end if end >= 0 and text.startswith("<tool_call|>", end) else -1
+    return end if end >= 0 and text.startswith("<tool_call|>", end) else -1, read
 
 
 def _json_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
@@ -175,7 +185,7 @@ _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>\s*(?:
 
 
 def _function_tags(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """Return `<function=name>` around `<parameter=key>` value `</parameter>`."""
+    """`<function=name>` around `<parameter=key>` value `</parameter>`."""
     calls: list[ParsedCall] = []
     at = max(body.find("<function="), 0)
     while at < len(body) or not calls:
@@ -191,7 +201,10 @@ def _function_tags(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
         if end is None:
             return [*calls, failed(raw, "<function=...> is not closed by </function>", name)]
         at = end.end()
-        found = {key.strip(): schemas.value(name, key.strip(), trimmed(value)) for key, value in pairs}
+        try:
+            found = schemas.values(name, ((key, trimmed(value)) for key, value in pairs))
+        except RepeatedKeyError as error:
+            return [*calls, failed(raw, error, name)]
         calls.append(ParsedCall(name, found, raw))
     return calls
 
@@ -201,7 +214,7 @@ _VALUE_END = re.compile(r"</arg_value>(?=\s*(?:<arg_key>|\Z))")
 
 
 def _argument_tags(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """Return a name, then `<arg_key>` key `</arg_key>` `<arg_value>` value `</arg_value>` by turns."""
+    """A name, then `<arg_key>` key `</arg_key>` `<arg_value>` value `</arg_value>` by turns."""
     head = body.partition("<arg_key>")[0]
     name = head.strip()
     if not name:
@@ -213,11 +226,14 @@ def _argument_tags(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
     except CallError as error:
         why = f"the argument {str(error)[:40].strip()!r} has no closed <arg_key> and <arg_value>"
         return [failed(raw, why, name)]
-    return [ParsedCall(name, {k.strip(): schemas.value(name, k.strip(), value) for k, value in pairs}, raw)]
+    try:
+        return [ParsedCall(name, schemas.values(name, pairs), raw)]
+    except RepeatedKeyError as error:
+        return [failed(raw, error, name)]
 
 
 def _invoke_tags(prefix: str) -> BodyReader:
-    """Return `<invoke name="...">` around `<parameter name="...">` value `</parameter>`, each with a prefix."""
+    """`<invoke name="...">` around `<parameter name="...">` value `</parameter>`, each with a prefix."""
     opening, closing = f"<{prefix}invoke", f"</{prefix}invoke>"
     invoke, invoke_end = re.compile(rf"\s*{opening}\b([^>]*)>"), re.compile(rf"\s*{closing}\s*")
     parameter = re.compile(rf"\s*<{prefix}parameter\b([^>]*)>")
@@ -236,7 +252,9 @@ def _invoke_tags(prefix: str) -> BodyReader:
                 return [*calls, failed(raw, f"{opening} name=...> has no name or is not closed")]
             try:
                 pairs, at = tagged_values(body, head.end(), parameter, parameter_end)
-                arguments = dict(_parameter(name, *pair, schemas) for pair in pairs)
+                arguments = once(_parameter(name, *pair, schemas) for pair in pairs)
+            except RepeatedKeyError as error:
+                return [*calls, failed(raw, error, name)]
             except CallError:
                 return [*calls, failed(raw, f"a <{prefix}parameter name=...> has no name or is not closed", name)]
             end = invoke_end.match(body, at)
@@ -267,7 +285,7 @@ def _attribute(head: str) -> str:
 
 
 def _deepseek_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """Return `function<sep>name` and a fenced JSON, or `name<sep>` and JSON."""
+    """`function<sep>name` and a fenced JSON, or `name<sep>` and JSON."""
     first, mark, rest = body.partition("<｜tool▁sep｜>")
     if not mark:
         return [failed(raw, "it has no <｜tool▁sep｜>")]
@@ -278,7 +296,7 @@ def _deepseek_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
 
 
 def _kimi_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """Return `functions.name:0<|tool_call_argument_begin|>` and JSON. The id is what the results must name."""
+    """`functions.name:0<|tool_call_argument_begin|>` and JSON. The id is what the results must name."""
     head, mark, arguments = body.partition("<|tool_call_argument_begin|>")
     if not mark:
         return [failed(raw, "it has no <|tool_call_argument_begin|>")]
@@ -287,7 +305,7 @@ def _kimi_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
 
 
 def _gemma_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
-    """Return `call:name{key:value,...}`."""
+    """`call:name{key:value,...}`."""
     name, mark, _ = body.strip().removeprefix("call:").partition("{")
     if not mark or not name.strip():
         return [failed(raw, "it is not call:name{key:value}")]
@@ -304,7 +322,7 @@ def _read_bare(text: str, closed: bool, schemas: Schemas) -> Reading:
         return Reading([text])
     calls: list[ParsedCall] = []
     at = 0
-    while (end := json_end(body, at)) >= 0 and body.startswith(";", end):
+    while (end := json_end(body, at, at)[0]) >= 0 and body.startswith(";", end):
         calls += calls_of_json(body[at:end], body[at:end])
         at = end + 1
     return Reading([], calls + calls_of_json(body[at:].strip(), body[at:] if calls else stripped))
@@ -314,11 +332,11 @@ _MISTRAL = "[TOOL_CALLS]"
 
 
 def _read_mistral(text: str, closed: bool, schemas: Schemas) -> Reading:
-    """Return `[TOOL_CALLS]` and a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` once a call, perhaps with
+    """`[TOOL_CALLS]` and a JSON list, or `[TOOL_CALLS]name[ARGS]{...}` once a call, perhaps with
     `[CALL_ID]id`."""
     start = text.find(_MISTRAL)
     reading = Reading([text[:start]] if start >= 0 else [text])
-    bodies = _Bodies(text + _MISTRAL, schemas, _mistral_body, _mistral_reach, 4 * len(text))
+    bodies = _Bodies(text + _MISTRAL, schemas, _mistral_body, _mistral_reach, _AGAIN * len(text))
     while 0 <= start < len(text):
         inner = start + len(_MISTRAL)
         calls, start = bodies.read(start, inner, bodies.text.find(_MISTRAL, inner), 0)
@@ -336,11 +354,11 @@ def _mistral_body(body: str, raw: str, schemas: Schemas) -> list[ParsedCall]:
     return [identified(named_json(name, inner[len(head) + len(mark) :], raw), identity.strip())]
 
 
-def _mistral_reach(text: str, at: int, first: int) -> int:
+def _mistral_reach(text: str, at: int, first: int) -> tuple[int, int]:
     lists = text.startswith("[", after_space(text, at))
     brace = at if lists else text.find("{", at, first)
-    end = json_end(text, brace) if brace >= 0 else -1
-    return end if end >= 0 and text.startswith(_MISTRAL, end) else -1
+    end, read = json_end(text, brace, first) if brace >= 0 else (-1, 0)
+    return end if end >= 0 and text.startswith(_MISTRAL, end) else -1, read
 
 
 _muse_body = _invoke_tags("atem:")
@@ -352,9 +370,9 @@ _MESSAGE_END = re.compile("|".join(map(re.escape, MESSAGE_ENDS)))
 
 
 def _read_channels(text: str, closed: bool, schemas: Schemas) -> Reading:
-    """Return messages with headers (`to=`, `<|channel|>`), the first of which stands in the generation prompt."""
+    """Messages with headers (`to=`, `<|channel|>`), the first of which stands in the generation prompt."""
     reading = Reading()
-    whole, left = text + START, 4 * len(text)
+    whole, left = text + START, _AGAIN * len(text)
     at = 0
     while at < len(text):
         start = at + len(START) if whole.startswith(START, at) else at
@@ -391,7 +409,7 @@ def _message_end(text: str, at: int) -> int:
 
 
 def recipient(head: str) -> tuple[str, bool]:
-    """Return whom a message is for, and whether it is a thought."""
+    """Whom a message is for, and whether it is a thought."""
     to = head.partition("to=")[2].partition("<")[0].strip().partition(" ")[0]
     channel = head.partition("<|channel|>")[2].strip().partition(" ")[0].partition("<")[0]
     return to.removeprefix("functions."), to == "self" or channel == "analysis"
@@ -408,15 +426,15 @@ def _message_body(to: str, body: str, raw: str, schemas: Schemas) -> list[Parsed
     return _muse_body(inner, raw, schemas) if ended else [failed(raw, f"it is not closed by {_MUSE_END}", to)]
 
 
-def _message_reach(text: str, at: int, first: int) -> int:
+def _message_reach(text: str, at: int, first: int) -> tuple[int, int]:
     if not _is_muse(text[at:first]):
-        end = json_end(text, at)
+        end, read = json_end(text, at, first)
     else:
         match = _MUSE_REACH.search(text, at)
         if match is None:
-            return len(text)
-        end = match.end()
-    return end if end >= 0 and _MESSAGE_END.match(text, end) else -1
+            return len(text), len(text) - at
+        end, read = match.end(), match.end() - at
+    return end if end >= 0 and _MESSAGE_END.match(text, end) else -1, read
 
 
 def _json_in(name: str, opening: str, closing: str) -> Format:

@@ -54,14 +54,14 @@ class Frame:
     """Fixed ids and gaps to fill; None: no frame describes this shape, so it is rendered each time."""
 
     def fill(self, encoder: Encoder, messages: Sequence[Message]) -> list[int]:
-        """Return the ids with the texts of `messages` filled in."""
+        """The ids with the texts of `messages` filled in."""
         ids: list[int] = []
         for part in self.parts or ():
             ids += encoder.plain(_filled(part, messages)) if isinstance(part, Gap) else part
         return ids
 
     def texts(self, messages: Sequence[Message]) -> list[str]:
-        """Return the texts that `fill` encodes."""
+        """The texts that `fill` encodes."""
         return [_filled(part, messages) for part in self.parts or () if isinstance(part, Gap)]
 
     @property
@@ -85,7 +85,7 @@ def _value(slot: Slot, message: Message) -> str:
 
 
 def content_text(content: object) -> str:
-    """Return the text of a content: text, nothing, or a list of text parts. Raises UserError for other parts."""
+    """The text of a content: text, nothing, or a list of text parts. Raises UserError for other parts."""
     if isinstance(content, str):
         return content
     texts = []
@@ -100,7 +100,7 @@ def content_text(content: object) -> str:
 
 
 def shape_of(messages: Sequence[Message]) -> Shape:
-    """Return the shape of messages: of each its role, and whether its content is empty."""
+    """The shape of messages: of each its role, and whether its content is empty."""
     try:
         return tuple([(message["role"], not message.get("content")) for message in messages])
     except KeyError as error:

@@ -23,6 +23,8 @@ from agentrl.chat.template import (
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Message
 
+MOST_FRAMED = 64
+"""Messages of a frame: what is done to find it grows with their square. More are rendered."""
 _NASTY = " \n Zq\"<b>&amp;\\ 'x' é漢\u2028\t{{ y }}{% z %}\n "
 _TRANSFORMS: dict[str, Callable[[str], str]] = {
     "same": lambda text: text,
@@ -47,7 +49,7 @@ class FrameMaker:
         turn, text = self._after_turn(_probes(shape, _contents(shape)))
         tail = self._tail(text, turn)
         pieces = self._encoder.split(tail)
-        cut = self._place_of_close(tail, pieces, turn)
+        cut = self._place_of_close(tail, pieces, turn, shape)
         rest = self._rest(tail, pieces, cut, turn)
         for i, (role, empty) in enumerate(shape):
             if not empty and _content(i) not in rest:
@@ -66,7 +68,7 @@ class FrameMaker:
         return replace(frame, parts=parts)
 
     def opening(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Frame | None:
-        """Return a frame for opening prompts that differ from this one in what the users say; None where there is none.
+        """A frame for opening prompts that differ from this one in what the users say; None where there is none.
 
         The messages are system's and users', and text. Raises TemplateRefusalError."""
         shape = shape_of(messages)
@@ -86,8 +88,8 @@ class FrameMaker:
     def _parts_of(
         self, rest: str, text: str, shape: Shape, text_with: Callable[[Sequence[str]], str], *, lead: str
     ) -> Parts | None:
-        """Return `rest`, a part of `text`, as fixed ids and gaps; None where filling them would not give its ids."""
-        transforms = _transforms(shape, text, text_with)
+        """`rest`, a part of `text`, as fixed ids and gaps; None where filling them would not give its ids."""
+        transforms = _transforms(shape, text, text_with) if len(shape) <= MOST_FRAMED else None
         if transforms is None or not self._encoder.exact:
             return None
         frame = Frame((), False, -1, self._parts(rest, shape, transforms))
@@ -95,7 +97,7 @@ class FrameMaker:
         return frame.parts if filled == self._encoder.marked(rest, None, lead) else None
 
     def render(self, frame: Frame, messages: Sequence[Message]) -> list[int]:
-        """Return the ids after `close`, by rendering the messages themselves: for what no frame can describe."""
+        """The ids after `close`, by rendering the messages themselves: for what no frame can describe."""
         contents = [content_text(message.get("content")) for message in messages]
         names = [str(message.get(field, "")) for message in messages for field in ("name", "tool_call_id")]
         marks = Marks([self._template.source, *contents, *names])
@@ -117,7 +119,7 @@ class FrameMaker:
         return self._encoder.marked(_SENTINEL.sub(named, rest), marks, lead)
 
     def _after_turn(self, messages: Sequence[Message]) -> tuple[Message, str]:
-        """Return the probe turn that these messages may follow, and the rendering. A turn of calls shows no content
+        """The probe turn that these messages may follow, and the rendering. A turn of calls shows no content
         where it can: some templates move that behind the result."""
         results = sum(1 for _ in takewhile(lambda message: message["role"] == "tool", messages))
         turns = [probe_turn(0, CONTENT)]
@@ -138,11 +140,11 @@ class FrameMaker:
         raise UserError(f"the chat template cannot express {roles} after an assistant turn: {refusal}")
 
     def _tail(self, text: str, turn: Message) -> str:
-        """Return what follows the turn's last sentinel."""
+        """What follows the turn's last sentinel."""
         return text[_anchor(text, turn) :]
 
     def _rest(self, tail: str, pieces: Sequence[tuple[int | None, str]], cut: int, turn: Message) -> str:
-        """Return what follows the token that ends the turn; where none does, what follows the turn when it is the
+        """What follows the token that ends the turn; where none does, what follows the turn when it is the
         last."""
         if cut < 0:
             alone = self._template.text([{"role": "user", "content": USER}, turn], self._template.tools, generate=False)
@@ -153,10 +155,19 @@ class FrameMaker:
         swallows = self._encoder.swallows[pieces[cut][1]][1]
         return tail[at:].lstrip() if swallows else tail[at:]
 
-    def _place_of_close(self, tail: str, pieces: Sequence[tuple[int | None, str]], turn: Message) -> int:
-        """Return the index in `pieces` of what ends the turn, -1 where nothing does."""
+    def _place_of_close(self, tail: str, pieces: Sequence[tuple[int | None, str]], turn: Message, shape: Shape) -> int:
+        """The index in `pieces` of what ends the turn, -1 where nothing does.
+
+        It stands before the first message, whose place is found where that is not empty."""
+        filled = tuple([(role, False) for role, _ in shape])
+        talk: list[Message] = [{"role": "user", "content": USER}, turn, *_probes(filled, _contents(filled))]
+        try:
+            full = self._tail(self._template.text(talk, self._template.tools, generate=True), turn)
+        except TemplateRefusalError:
+            full = tail
         first = _SENTINEL.search(tail)
-        kept = pieces if first is None else _up_to(pieces, tail, first.start())
+        reach = min(len(tail) if first is None else first.start(), shared(tail, full))
+        kept = _up_to(pieces, tail, reach)
         place = self._ends.close(kept, calls="tool_calls" in turn and not turn["content"])
         return -1 if place is None else place
 
@@ -179,7 +190,7 @@ class FrameMaker:
         return tuple(parts)
 
 
-_SENTINEL = re.compile(r"Zqc(\d{3})x|zqn(\d{3})x|zqID(\d{5})")
+_SENTINEL = re.compile(r"Zqc(\d{3,})x|zqn(\d{3,})x|zqID(\d{5})")
 
 
 def _content(i: int) -> str:
@@ -191,7 +202,7 @@ def _contents(shape: Shape) -> list[str]:
 
 
 def _transforms(shape: Shape, text: str, text_with: Callable[[Sequence[str]], str]) -> dict[str, str] | None:
-    """Return what the template does to contents, by role; None where it is none of what we know."""
+    """What the template does to contents, by role; None where it is none of what we know."""
     roles = sorted({role for role, empty in shape if not empty})
     try:
         shown = text_with([_NASTY] * len(shape))
@@ -219,7 +230,7 @@ def _probes(shape: Shape, contents: Sequence[str]) -> list[Message]:
 
 
 def _anchor(text: str, turn: Message) -> int:
-    """Return where the turn's last sentinel ends; -1 where the rendering shows none."""
+    """Where the turn's last sentinel ends; -1 where the rendering shows none."""
     shown = [call_value(i) for i in range(len(turn.get("tool_calls", ())))]
     if turn["content"]:
         shown.append(CONTENT)
@@ -228,7 +239,7 @@ def _anchor(text: str, turn: Message) -> int:
 
 
 def _up_to(pieces: Sequence[tuple[int | None, str]], tail: str, reach: int) -> list[tuple[int | None, str]]:
-    """Return the pieces that begin before `reach` in the text that was cut into them."""
+    """The pieces that begin before `reach` in the text that was cut into them."""
     kept, at = [], 0
     for token, piece in pieces:
         at = tail.index(piece, at)

@@ -11,31 +11,36 @@ _WORDS = {"true": True, "false": False, "null": None, "None": None}  # some temp
 
 
 class _WrongError(Exception):
-    pass
+    """What is wrong. at: how far the text was read."""
+
+    def __init__(self, why: str, at: int) -> None:
+        super().__init__(why)
+        self.at = at
 
 
 def read_gemma_arguments(text: str) -> tuple[dict[str, Json], str | None]:
-    """Return the arguments and None, or {} and what is wrong. Linear; never raises."""
+    """The arguments and None, or {} and what is wrong. Linear; never raises."""
     try:
         value, at = _value(text, 0, 0)
         if text[at:].strip():
-            raise _WrongError(f"nothing may follow the closing brace, but {text[at : at + 20]!r} does")
+            raise _WrongError(f"nothing may follow the closing brace, but {text[at : at + 20]!r} does", at)
     except _WrongError as error:
         return {}, str(error)
     return value, None
 
 
-def gemma_end(text: str, at: int) -> int:
-    """Return where the arguments that begin at `at` end, -1 where none do."""
+def gemma_end(text: str, at: int) -> tuple[int, int]:
+    """Where the arguments that begin at `at` end, -1 where none do, and how many characters were read."""
     try:
-        return _value(text, at, 0)[1]
-    except _WrongError:
-        return -1
+        end = _value(text, at, 0)[1]
+    except _WrongError as error:
+        return -1, error.at - at
+    return end, end - at
 
 
 def _value(text: str, at: int, depth: int) -> tuple[Json, int]:
     if depth > MAX_DEPTH:
-        raise _WrongError("it is nested too deeply")
+        raise _WrongError("it is nested too deeply", at)
     if text.startswith(_QUOTE, at):
         return _string(text, at)
     if text.startswith("{", at):
@@ -50,15 +55,15 @@ def _value(text: str, at: int, depth: int) -> tuple[Json, int]:
         try:
             return (int if whole else finite)(number.group()), number.end()
         except ValueError as error:
-            raise _WrongError(str(error)) from error
-    raise _WrongError(f"no value at {text[at : at + 20]!r}; text stands between {_QUOTE}")
+            raise _WrongError(str(error), number.end()) from error
+    raise _WrongError(f"no value at {text[at : at + 20]!r}; text stands between {_QUOTE}", at)
 
 
 def _string(text: str, at: int) -> tuple[str, int]:
     start = at + len(_QUOTE)
     end = text.find(_QUOTE, start)
     if end < 0:
-        raise _WrongError(f"a text is not closed by {_QUOTE}")
+        raise _WrongError(f"a text is not closed by {_QUOTE}", len(text))
     return text[start:end], end + len(_QUOTE)
 
 
@@ -72,15 +77,17 @@ def _pairs(text: str, at: int, depth: int) -> tuple[dict[str, Json], int]:
         else:
             end = text.find(":", at, at + 200)
             if end < 0:
-                raise _WrongError(f"no key at {text[at : at + 20]!r}")
+                raise _WrongError(f"no key at {text[at : at + 20]!r}", at)
             key, at = text[at:end].strip(), end
         if not text.startswith(":", at):
-            raise _WrongError(f"no ':' after the key {key[:40]!r}")
+            raise _WrongError(f"no ':' after the key {key[:40]!r}", at)
+        if key in found:
+            raise _WrongError(f"the key {key[:40]!r} stands twice", at)
         found[key], at = _value(text, at + 1, depth + 1)
         if text.startswith("}", at):
             return found, at + 1
         if not text.startswith(",", at):
-            raise _WrongError(f"no ',' or '}}' at {text[at : at + 20]!r}")
+            raise _WrongError(f"no ',' or '}}' at {text[at : at + 20]!r}", at)
         at += 1
 
 
@@ -94,5 +101,5 @@ def _items(text: str, at: int, depth: int) -> tuple[list[Json], int]:
         if text.startswith("]", at):
             return found, at + 1
         if not text.startswith(",", at):
-            raise _WrongError(f"no ',' or ']' at {text[at : at + 20]!r}")
+            raise _WrongError(f"no ',' or ']' at {text[at : at + 20]!r}", at)
         at += 1

@@ -26,7 +26,7 @@ class ImageWriting(NamedTuple):
 
 
 def find_image_writing(template: Template, encoder: Encoder, placeholder: int) -> ImageWriting:
-    """Return how the template writes images. Raises UserError where that cannot be relied on: it must be the same
+    """How the template writes images. Raises UserError where that cannot be relied on: it must be the same
     whatever stands around them, in users' messages in their place, in tools' there or behind the result."""
     try:
         shown = template.text([_user(_parts([USER, _IMAGE, CONTENT]))], [], generate=True)
@@ -62,7 +62,7 @@ _CONTENTS: tuple[list[Json], ...] = (
 
 
 def _fits(template: Template, text: str, talk: list[Json], last: Json, strips: bool) -> bool:
-    """Return whether images of a last message stand in their place."""
+    """Whether images of a last message stand in their place."""
     for contents in _CONTENTS:
         texts = [text if part is _IMAGE else part.strip() if strips else part for part in contents]
         written = "".join(texts)
@@ -76,7 +76,7 @@ def _fits(template: Template, text: str, talk: list[Json], last: Json, strips: b
 
 
 def _behind(template: Template, encoder: Encoder, text: str, talk: list[Json]) -> int | None:
-    """Return the id behind which the images of a tool's message stand; None: there is no such."""
+    """The id behind which the images of a tool's message stand; None: there is no such."""
     found = set()
     for contents in _CONTENTS:
         texts = "".join(part for part in contents if part is not _IMAGE)
@@ -150,7 +150,7 @@ class ImageChat(BridgeChat):
         return self._input.tokens(self._input.grid(image))
 
     def _expanded(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return ids with as many placeholders for each image as it has features."""
+        """Ids with as many placeholders for each image as it has features."""
         keys, placeholder = hashes(messages), self._input.placeholder
         found = ids.count(placeholder)
         if found != len(keys):
@@ -176,7 +176,7 @@ class ImageChat(BridgeChat):
         return expanded
 
     def _flat(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages whose contents are texts, with IMAGE where an image stands."""
+        """Messages whose contents are texts, with IMAGE where an image stands."""
         return [self._flat_message(message) for message in messages]
 
     def _flat_message(self, message: Message) -> Message:
@@ -197,5 +197,5 @@ class ImageChat(BridgeChat):
 
 
 def moved(spans: Sequence[ImageSpan], by: int) -> list[ImageSpan]:
-    """Return spans of ids that `by` others were put before."""
+    """Spans of ids that `by` others were put before."""
     return [replace(span, start=span.start + by) for span in spans]

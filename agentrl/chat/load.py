@@ -26,7 +26,7 @@ def load_chat(
     chat_template: str | None = None,
     tools: Sequence[dict[str, Json]] = (),
 ) -> Chat:
-    """Return the chat of a run. Renders some probe conversations; takes well under a second.
+    """The chat of a run. Renders some probe conversations; takes well under a second.
 
     model_path: where config.json and generation_config.json are looked for first; then where the tokenizer came from.
     kind: `auto`, `bridge`, or a family of `renderers` that must then prove itself. chat_template: a jinja file, or its
@@ -53,7 +53,7 @@ def load_chat(
 
 
 def _seeing(bridge: BridgeChat, template: Template, encoder: Encoder, image_input: ImageInput) -> BridgeChat:
-    """Return a chat that takes images, or the bridge, which says why its template takes none."""
+    """A chat that takes images, or the bridge, which says why its template takes none."""
     try:
         writing = find_image_writing(template, encoder, image_input.placeholder)
     except UserError as error:
@@ -65,7 +65,7 @@ def _seeing(bridge: BridgeChat, template: Template, encoder: Encoder, image_inpu
 def _chosen(
     bridge: BridgeChat, tokenizer: Any, template: Template, kind: str, places: tuple[str, str]
 ) -> BridgeChat | FamilyChat:
-    """Return a proven family, or our bridge with the reason in its description."""
+    """A proven family, or our bridge with the reason in its description."""
     if kind != "auto" and kind not in known_families():
         raise UserError(f"unknown chat {kind!r}{nearest(kind, ['auto', 'bridge', *known_families()])}")
     family, why = find_family(
@@ -91,7 +91,7 @@ def _template_text(source: str | None) -> str | None:
 
 
 def _eos_ids(tokenizer: Any, places: Sequence[str]) -> frozenset[int]:
-    """Return the ids that the tokenizer and the model's generation_config.json declare as ends."""
+    """The ids that the tokenizer and the model's generation_config.json declare as ends."""
     declared = _read(places, "generation_config.json").get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]
     return frozenset(i for i in [tokenizer.eos_token_id, *ids] if isinstance(i, int))

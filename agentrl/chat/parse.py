@@ -47,11 +47,11 @@ class TurnParser:
         return self.parse_text(text, closed=closed)
 
     def stream(self, text: PartialText) -> TurnStream:
-        """Return a reader of one turn while it is sampled. text: of its ids."""
+        """A reader of one turn while it is sampled. text: of its ids."""
         return TurnStream(text, self._formats, self._thinking, self.stops)
 
     def parse_text(self, text: str, *, closed: bool) -> ParsedTurn:
-        """Return the same from text without its stop token."""
+        """The same from text without its stop token."""
         reasoning, text = self._split_thought(text)
         form = self._formats[0]
         if len(self._formats) > 1:
@@ -64,7 +64,7 @@ class TurnParser:
         return ParsedTurn("".join(reading.content).strip(), tuple(reading.calls), reasoning)
 
     def _split_thought(self, text: str) -> tuple[str | None, str]:
-        """Return the thought with which the turn begins, and what follows it. One that is not closed ends where a call
+        """The thought with which the turn begins, and what follows it. One that is not closed ends where a call
         begins, or with the text."""
         for opening, closing, begun in self._thinking:
             if begun or text.lstrip().startswith(opening):
@@ -73,7 +73,7 @@ class TurnParser:
         return None, text
 
     def _thought_end(self, text: str, closing: str) -> tuple[int, int]:
-        """Return where the thought ends, and where what follows it begins. What closes it stands in no call that is
+        """Where the thought ends, and where what follows it begins. What closes it stands in no call that is
         whole."""
         end = text.find(closing)
         markers = [at for form in self._formats if (at := text.find(form.marker)) >= 0 and len(form.marker) > 1]
@@ -83,7 +83,7 @@ class TurnParser:
         return end, end + len(closing)
 
     def _holds(self, text: str, closing: str) -> bool:
-        """Return whether the first call of the text is whole and its own text holds `closing`."""
+        """Whether the first call of the text is whole and its own text holds `closing`."""
         for form in self._formats:
             calls = form.read(text, True, self._schemas).calls[:1] if text.startswith(form.marker) else []
             if any(call.error is None and closing in call.raw for call in calls):
@@ -91,7 +91,7 @@ class TurnParser:
         return False
 
     def open_thought(self, turn_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the id that closes the thought in which a turn was cut off; none where it was not, or has no such
+        """The id that closes the thought in which a turn was cut off; none where it was not, or has no such
         id."""
         first = next((i for i in turn_ids if i in self._structural), None)
         for opening, closing, begun in self._thought_ids:
@@ -101,7 +101,7 @@ class TurnParser:
 
 
 def find_format(template: Template) -> Format | None:
-    """Return the format that reads back what the template writes of a known call."""
+    """The format that reads back what the template writes of a known call."""
     for identity in (None, f"functions.{call_name(0)}:0"):  # some templates write a call's id and not its name
         turn = probe_turn(1)
         turn["tool_calls"][0]["function"]["arguments"] = {KEY: call_value(0), **_EXTRA}
@@ -130,6 +130,6 @@ def _reader_of(texts: Sequence[str]) -> Format | None:
 
 
 def _endings(text: str) -> list[str]:
-    """Return the text without its last token or two: bare calls end where their turn does."""
+    """The text without its last token or two: bare calls end where their turn does."""
     cuts = [text[:at].rstrip() for token in ("<", "[") if (at := text.rfind(token)) > 0]
     return cuts

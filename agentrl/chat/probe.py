@@ -49,7 +49,7 @@ class TurnEnds:
     own: frozenset[int]
 
     def close(self, pieces: Sequence[tuple[int | None, str]], *, calls: bool) -> int | None:
-        """Return the index in `pieces` (text after a turn's last sentinel, up to the next message) of what ends the
+        """The index in `pieces` (text after a turn's last sentinel, up to the next message) of what ends the
         turn."""
         tokens = [i for i, (token, _) in enumerate(pieces) if token is not None]
         for i in tokens:
@@ -60,19 +60,19 @@ class TurnEnds:
 
 
 def after(text: str, sentinel: str) -> str:
-    """Return what follows the first occurrence of a sentinel ('' where it is missing)."""
+    """What follows the first occurrence of a sentinel ('' where it is missing)."""
     return text.partition(sentinel)[2]
 
 
 def before(text: str, *sentinels: str) -> str:
-    """Return what stands before the first of the sentinels."""
+    """What stands before the first of the sentinels."""
     for sentinel in sentinels:
         text = text.partition(sentinel)[0]
     return text
 
 
 def find_ends(template: Template, encoder: Encoder, eos: frozenset[int]) -> TurnEnds:
-    """Return what ends a turn, from a last turn, from one before a user's message, and from one before a tool's
+    """What ends a turn, from a last turn, from one before a user's message, and from one before a tool's
     result."""
     ends = TurnEnds((), eos, _inner_tokens(template, encoder), frozenset())
     last = encoder.split(after(_render(template, [_USER, probe_turn(0, CONTENT)]), CONTENT))
@@ -104,7 +104,7 @@ def _call_tails(template: Template, encoder: Encoder) -> list[list[tuple[int | N
 
 
 def _inner_tokens(template: Template, encoder: Encoder) -> int:
-    """Return structural tokens that close each call of a turn: those between two calls that also follow the last."""
+    """Structural tokens that close each call of a turn: those between two calls that also follow the last."""
     messages = [_USER, probe_turn(2), probe_result(0, _RESULT), probe_result(1, _RESULT)]
     text = _render(template, messages, generate=True)
     between = encoder.split(before(after(text, call_value(0)), call_name(1), call_value(1)))
@@ -126,12 +126,12 @@ def _render(template: Template, messages: Sequence[Message], *, generate: bool =
 
 
 def generation_prompt(template: Template) -> str:
-    """Return what `add_generation_prompt` adds after a user's message."""
+    """What `add_generation_prompt` adds after a user's message."""
     return after(_render(template, [_USER], generate=True), USER)
 
 
 def find_rewrites(template: Template) -> str | None:
-    """Return what the template rewrites in turns that are already written, for people; None when nothing was found."""
+    """What the template rewrites in turns that are already written, for people; None when nothing was found."""
     calls = 1 if call_value(0) in _render(template, [_USER, probe_turn(1)]) else 0
     turn, result = probe_turn(calls, CONTENT), probe_result(0, _RESULT)
     talk: list[Message] = [_USER, turn, *([result] if calls else []), probe_turn(0, ANSWER), _USER_2]
@@ -157,7 +157,7 @@ def _changes(template: Template, talk: list[Message]) -> list[str]:
 
 
 def _drifts(template: Template, calls: int) -> list[str]:
-    """Return whether a later result stands between other tokens than the first one did."""
+    """Whether a later result stands between other tokens than the first one did."""
     if not calls:
         return []
     talk: list[Message] = [_USER, probe_turn(1), probe_result(0, _RESULT)]
@@ -214,7 +214,7 @@ def check_tools(template: Template) -> None:
 
 
 def find_unshown(template: Template) -> str | None:
-    """Return what the template leaves out of the tools' schemas, for people; None when nothing was found.
+    """What the template leaves out of the tools' schemas, for people; None when nothing was found.
 
     A part is left out when the opening is the same without it. Of each kind of part, the first is tried.
     """
@@ -247,7 +247,7 @@ def _left_out(
     same: Callable[[Mapping[str, Json]], bool],
     tried: dict[tuple[str, ...], bool],
 ) -> Iterator[str]:
-    """Return keywords of `node` and of what is in it. kind: the keywords and types above it. same: whether the opening
+    """Keywords of `node` and of what is in it. kind: the keywords and types above it. same: whether the opening
     stays the same with another mapping in place of `node`. tried: by kind, whether it is left out."""
     for key, value in node.items():
         if value in ({}, [], "") or key == "name" or (key == "type" and "properties" in node) or len(kind) > _DEEP:

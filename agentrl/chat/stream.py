@@ -37,7 +37,7 @@ class TurnStream:
         self._step: Callable[[], bool] | None = self._begin
 
     def add(self, ids: Sequence[int]) -> list[Said]:
-        """Return what is certain now and was not before. ids: sampled since the last call."""
+        """What is certain now and was not before. ids: sampled since the last call."""
         if self._step is None or not ids:
             return []
         ids = [*self._stop, *ids]
@@ -78,7 +78,7 @@ class TurnStream:
         if call >= 0 and (end < 0 or call < end):  # whether the thought ends there, the text after it says
             self._say("reasoning", self._reasoning.add(self._text[:call]))
             return self._hold()
-        ready = end if end >= 0 else _certain(self._text, (self._closing, *self._marks))
+        ready = end if end >= 0 else certain(self._text, (self._closing, *self._marks))
         self._say("reasoning", self._reasoning.add(self._text[:ready]))
         if end < 0:
             self._text = self._text[ready:]
@@ -89,7 +89,7 @@ class TurnStream:
         return True
 
     def _choose(self) -> Callable[[], bool]:
-        """Return how to read what follows the thought."""
+        """How to read what follows the thought."""
         names = {form.name for form in self._formats}
         if names == {BARE}:
             return self._bare
@@ -99,7 +99,7 @@ class TurnStream:
 
     def _tagged(self) -> bool:
         call = _first(self._text, self._marks)
-        ready = call if call >= 0 else _certain(self._text, self._marks)
+        ready = call if call >= 0 else certain(self._text, self._marks)
         self._say_content(self._text[:ready])
         self._text = self._text[ready:]
         return self._hold() if call >= 0 else False
@@ -178,7 +178,7 @@ class TurnStream:
         if call >= 0 and (end < 0 or call < end):
             say(self._text[:call])
             return self._hold()
-        ready = end if end >= 0 else _certain(self._text, (*MESSAGE_ENDS, *calls))
+        ready = end if end >= 0 else certain(self._text, (*MESSAGE_ENDS, *calls))
         say(self._text[:ready])
         self._text = self._text[ready:]
         if end >= 0:
@@ -188,7 +188,7 @@ class TurnStream:
     def _between(self) -> bool:
         """Drop what stands between two messages."""
         start = self._text.find(START)
-        self._text = self._text[start if start >= 0 else _certain(self._text, (START,)) :]
+        self._text = self._text[start if start >= 0 else certain(self._text, (START,)) :]
         if start >= 0:
             self._step = self._header
         return start >= 0
@@ -210,12 +210,12 @@ class _Trimmed:
 
 
 def _first(text: str, marks: Sequence[str]) -> int:
-    """Return where the first of the marks stands; -1: none does."""
+    """Where the first of the marks stands; -1: none does."""
     return min((at for mark in marks if (at := text.find(mark)) >= 0), default=-1)
 
 
-def _certain(text: str, marks: Sequence[str]) -> int:
-    """Return the length of the text without what may begin a mark at its end."""
+def certain(text: str, marks: Sequence[str]) -> int:
+    """The length of the text without what may begin a mark at its end."""
     longest = max(map(len, marks), default=0) - 1
     tails = range(max(0, len(text) - longest), len(text))
     return next((at for at in tails if any(mark.startswith(text[at:]) for mark in marks)), len(text))

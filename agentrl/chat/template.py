@@ -12,17 +12,17 @@ CONTENT, USER, KEY, ANSWER = "Zqa000x", "Zqu000x", "zqk000x", "Zqb000x"
 
 
 def call_name(i: int) -> str:
-    """Return the sentinel that stands for the name of the call with index `i`."""
+    """The sentinel that stands for the name of the call with index `i`."""
     return f"zqn{i:03d}x"
 
 
 def call_id(i: int) -> str:
-    """Return the sentinel that stands for the id of the call with index `i`."""
+    """The sentinel that stands for the id of the call with index `i`."""
     return f"zqID{i:05d}"  # nine letters and digits: what the strictest template asks for
 
 
 def call_value(i: int) -> str:
-    """Return the sentinel that stands for the argument of the call with index `i`."""
+    """The sentinel that stands for the argument of the call with index `i`."""
     return f"Zqv{i:03d}x"
 
 
@@ -31,12 +31,12 @@ class TemplateRefusalError(Exception):
 
 
 def shared(one: str, other: str) -> int:
-    """Return how many characters two texts begin with in common."""
+    """How many characters two texts begin with in common."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def probe_turn(calls: int, content: str = "", reasoning: str | None = None) -> Message:
-    """Return an assistant turn of sentinels with this many calls."""
+    """An assistant turn of sentinels with this many calls."""
     turn: Message = {"role": "assistant", "content": content}
     if calls:
         turn["tool_calls"] = [
@@ -53,7 +53,7 @@ def probe_turn(calls: int, content: str = "", reasoning: str | None = None) -> M
 
 
 def probe_result(i: int, content: str) -> Message:
-    """Return a tool's message with `content` for the call with index `i`."""
+    """A tool's message with `content` for the call with index `i`."""
     return {"role": "tool", "content": content, "tool_call_id": call_id(i), "name": call_name(i)}
 
 
@@ -98,7 +98,7 @@ class Template:
         return "dict"
 
     def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]], *, generate: bool) -> str:
-        """Return the rendered conversation. Raises TemplateRefusalError."""
+        """The rendered conversation. Raises TemplateRefusalError."""
         from jinja2 import TemplateError
 
         shaped = [self._shaped(message) for message in messages]
@@ -133,7 +133,7 @@ class Template:
         elif self.arguments == "dict" and isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except ValueError:
+            except (ValueError, RecursionError):
                 arguments = {}
         return {**call, "function": {**function, "arguments": arguments}}
 
@@ -146,7 +146,7 @@ _SOUGHT = re.compile(
 
 
 def _looks_for(source: str) -> re.Pattern[str] | None:
-    """Return what the template tests contents for (`'/no_think' in message.content`): such contents change what it
+    """What the template tests contents for (`'/no_think' in message.content`): such contents change what it
     writes."""
     found = {match["in"] or match["of"] or match["by"] for match in _SOUGHT.finditer(source)}
     literals = sorted({text for text in found if len(text.strip()) > 1 and text.strip() != "\\n"})

@@ -5,14 +5,14 @@ role (see `roles.py`), `state.json`, and `checksums.json` of all files. It is wr
 time.
 """
 
-import json
 import re
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from os import rename
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from agentrl.checkpoint import disk, sharded
@@ -20,6 +20,7 @@ from agentrl.checkpoint.huggingface import ADAPTER, save_model
 from agentrl.checkpoint.pending import Pending, PendingLike
 from agentrl.checkpoint.roles import TRAINER, check_whole
 from agentrl.errors import UserError
+from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 
 __all__ = ["ADAPTER", "Checkpoints", "NotSaved", "Saved", "save_model"]
@@ -101,12 +102,12 @@ class Saved:
             )
 
     def damaged(self, what: str) -> UserError:
-        """Return the error, one line, for a checkpoint that cannot be read."""
+        """The error, one line, for a checkpoint that cannot be read."""
         return UserError(f"{self.path}: the trainer's state cannot be restored: {what}")
 
     def _json(self, path: Path) -> Json:
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise self.damaged(sharded.line(error)) from error
 
@@ -123,15 +124,18 @@ class Checkpoints:
         self.folder, self.keep, self.tokenizer, self._on_saved = Path(folder), keep, tokenizer, on_saved
         self._open: Pending | None = None
         self._names = threading.Lock()
+        self.removed = False
+        """Whether somebody removed the folder while a checkpoint was written there."""
+        self._newest = max((saved.step for saved in self.all()), default=None)
 
     def latest(self) -> Saved | None:
-        """Return the checkpoint of the highest step."""
+        """The checkpoint of the highest step."""
         with self._names:
             self._restore_names()
             return max(self.all(), key=lambda saved: saved.step, default=None)
 
     def best(self) -> Saved | None:
-        """Return the checkpoint of the highest accuracy (the last of equal ones) among those evaluated on the same
+        """The checkpoint of the highest accuracy (the last of equal ones) among those evaluated on the same
         split as the last evaluated one; None: none was evaluated."""
         rated = [(s.step, s, accuracy) for s in self.all() if (accuracy := s.accuracy) is not None]
         if not rated:
@@ -169,15 +173,17 @@ class Checkpoints:
         partial = self.folder / f".step_{step}.part"
         split, accuracy = rated or (None, None)
         state = {"step": step, "extra": dict(extra), "accuracy": accuracy, "split": split}
+        made = False
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
             partial.mkdir()
+            made = True
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(partial)
             pending = save(partial)
         except BaseException as error:
-            self._failed(step, partial, error)
+            self._failed(step, partial, error, made)
             raise
         self._open = Pending(lambda: self._complete(step, partial, pending, state))
 
@@ -196,12 +202,13 @@ class Checkpoints:
         try:
             pending.result()
             check_whole(partial)
-            (partial / TRAINER / STATE).write_text(json.dumps(state), encoding="utf-8")
+            (partial / TRAINER / STATE).write_text(dumps(state), encoding="utf-8")
             sums = disk.checksums(partial, disk.files(partial))
-            (partial / TRAINER / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
+            (partial / TRAINER / CHECKSUMS).write_text(dumps(sums, indent=1), encoding="utf-8")
             disk.flush(partial)
             with self._names:
                 self._name(step, partial)
+            self._newest, self.removed = step, False
             self._remove_old()
             self._on_saved()
         except BaseException as error:
@@ -211,8 +218,8 @@ class Checkpoints:
     def _name(self, step: int, partial: Path) -> None:
         final = self.folder / f"step_{step}"
         if final.exists():
-            final.rename(self.folder / f".step_{step}.old")
-        partial.rename(final)
+            rename(final, self.folder / f".step_{step}.old")
+        rename(partial, final)
         disk.flush_file(self.folder)
 
     def _remove_old(self) -> None:
@@ -220,24 +227,30 @@ class Checkpoints:
         best = self.best()
         if best is not None:
             record = {"step": best.step, "accuracy": best.accuracy, "split": best.split, "path": best.path.name}
-            disk.write_whole(self.folder / BEST, json.dumps(record) + "\n")
+            disk.write_whole(self.folder / BEST, dumps(record) + "\n")
         self._sweep()
         for saved in sorted(self.all(), key=lambda s: s.step)[: -self.keep]:
             if best is None or saved.step != best.step:
                 disk.remove(saved.path)
 
-    def _failed(self, step: int, partial: Path, error: BaseException) -> None:
-        """Remove what was written. Raises NotSaved, one line, if a disk or a worker refused; other errors, such as a
-        lost worker, are left to the caller."""
+    def _failed(self, step: int, partial: Path, error: BaseException, made: bool = True) -> None:
+        """Remove what was written. made: whether `partial` was there. Raises NotSaved, one line, if a disk or a worker
+        refused, or somebody removed it; other errors, such as a lost worker, are left to the caller."""
+        gone = made and not partial.exists() and isinstance(error, OSError | UserError)
         line = str(error) if type(error) is UserError else disk.refused(partial, error)
-        shutil.rmtree(partial, ignore_errors=True)
+        rmtree(partial, ignore_errors=True)
+        last = self.latest()
+        if last is None and gone:
+            self.removed, lost = True, "" if self._newest is None else f", and that of step {self._newest} with it"
+            what = f"{self.folder} was removed while the checkpoint of step {step} was written"
+            raise NotSaved(f"{what}{lost}") from error
         if line is not None:
-            last = self.latest()
-            kept = f"that of step {last.step} is kept" if last else "there was none before"
+            none = "there was none before" if self._newest is None else f"that of step {self._newest} was removed"
+            kept = f"that of step {last.step} is kept" if last else none
             raise NotSaved(f"{line}; the checkpoint of step {step} is lost, {kept}") from error
 
     def all(self) -> list[Saved]:
-        """Return every checkpoint, in any order."""
+        """Every checkpoint, in any order."""
         if not self.folder.is_dir():
             return []
         found = [(_NAME.fullmatch(entry.name), entry) for entry in self.folder.iterdir() if entry.is_dir()]
@@ -248,11 +261,11 @@ class Checkpoints:
         for entry in self.folder.glob(".step_*.old"):
             whole = self.folder / entry.name[1:].removesuffix(".old")
             if not whole.exists():
-                entry.rename(whole)
+                rename(entry, whole)
 
     def _sweep(self) -> None:
         """Remove what a killed process left incomplete."""
         with self._names:
             self._restore_names()
             for entry in self.folder.glob(".step_*"):
-                shutil.rmtree(entry)
+                rmtree(entry)

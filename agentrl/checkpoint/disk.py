@@ -5,25 +5,27 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from os import fsync, rename, replace  # ours, whatever a plugin makes of those of the modules
 from pathlib import Path
+from shutil import rmtree
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """The disk is full, or the user's quota is."""
 
 
 def files(folder: Path) -> list[str]:
-    """Return the paths of all files below `folder`, relative to it."""
+    """The paths of all files below `folder`, relative to it."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def lies_in(folder: Path, name: str) -> bool:
-    """Return whether `name`, which may come from anybody, is a file below `folder`, links resolved."""
+    """Whether `name`, which may come from anybody, is a file below `folder`, links resolved."""
     path = folder / name
     return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
 def checksums(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return name -> sha256 in hexadecimal digits. Raises OSError. (Without threads: none can be started while the
+    """Name -> sha256 in hexadecimal digits. Raises OSError. (Without threads: none can be started while the
     process exits, and a save goes on then.)"""
     found = {}
     for name in names:
@@ -43,7 +45,7 @@ def flush_file(path: Path) -> None:
     """Flush a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        fsync(handle)
     finally:
         os.close(handle)
 
@@ -53,19 +55,19 @@ def write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     flush_file(beside)
-    beside.replace(path)
+    replace(beside, path)
     flush_file(path.parent)
 
 
 def remove(folder: Path) -> None:
     """Remove `folder`, renamed first: a kill in between must not leave a folder that looks complete."""
     gone = folder.with_name(f".{folder.name}.part")
-    folder.rename(gone)
-    shutil.rmtree(gone)
+    rename(folder, gone)
+    rmtree(gone)
 
 
 def _refusal(error: BaseException) -> str | None:
-    """Return the operating system's message ("No space left on device") from `error` or its causes; None: it is about
+    """The operating system's message ("No space left on device") from `error` or its causes; None: it is about
     something else."""
     found = next((e for e in _chain(error) if isinstance(e, OSError) and e.strerror), None)
     if found is not None:
@@ -85,13 +87,13 @@ def _chain(error: BaseException, depth: int = 8) -> Iterator[BaseException]:
 
 
 def _reported(error: BaseException) -> list[BaseException]:
-    """Return the errors in torch's CheckpointException, whose `failures` is rank -> (error, traceback)."""
+    """The errors in torch's CheckpointException, whose `failures` is rank -> (error, traceback)."""
     failures = getattr(error, "failures", None)
     return [each[0] for each in failures.values()] if isinstance(failures, dict) else []
 
 
 def refused(folder: Path, error: BaseException) -> str | None:
-    """Return one line if the file system refused to write `folder`; None: `error` is about something else."""
+    """One line if the file system refused to write `folder`; None: `error` is about something else."""
     reason = _refusal(error)
     return (
         reason and f"{folder.parent}: a checkpoint could not be written: {reason} ({_free(folder.parent)} free there)"

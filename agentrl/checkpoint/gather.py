@@ -16,7 +16,7 @@ Span = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of `tensor`."""
+    """This rank's part of `tensor`."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -29,7 +29,7 @@ class Gatherer:
         self._rank = dist.get_rank(group) if group is not None else 0
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the whole tensor on the CPU on rank 0, an empty one of its shape on the meta device on other ranks.
+        """The whole tensor on the CPU on rank 0, an empty one of its shape on the meta device on other ranks.
         All ranks call this for the same tensors in the same order."""
         if self._group is None or not isinstance(tensor, DTensor):
             found = local(tensor).detach()
@@ -54,7 +54,7 @@ class Gatherer:
 
 @lru_cache(maxsize=1024)
 def _owners(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[int, Span]:
-    """Return rank -> its part, without ranks whose parts are empty or copies of a lower rank's."""
+    """Rank -> its part, without ranks whose parts are empty or copies of a lower rank's."""
     positions = {int(mesh.mesh[position]): position for position in product(*map(range, mesh.mesh.shape))}
     found: dict[int, Span] = {}
     seen: set[Span] = set()
@@ -69,7 +69,7 @@ def _owners(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Dev
 def span_of(
     shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int], position: Sequence[int]
 ) -> Span:
-    """Return the part of a tensor that one rank holds.
+    """The part of a tensor that one rank holds.
 
     placements, ranks (their number), position (of the rank): by dimension of the mesh. A dimension of the tensor is cut
     as by `torch.chunk`, first by the mesh's first dimension: the last parts may be short or empty.

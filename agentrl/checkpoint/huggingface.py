@@ -4,7 +4,6 @@ Names and shapes are fixed when `HuggingFace` is constructed; the values are rea
 if the model goes on learning. Only one tensor at a time is whole, and only on rank 0.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from transformers.utils import logging as progress
 
 from agentrl.checkpoint.gather import Gatherer
 from agentrl.checkpoint.safetensors_writer import Slot, write_file, write_model
+from agentrl.jsonable import dumps
 from agentrl.models import lora
 from agentrl.weights.source import as_saved
 
@@ -37,7 +37,7 @@ class _Entry:
     """Its names on disk, mostly one: the experts of a layer are one tensor, but saved one by one."""
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return the tensors that it is computed from."""
+        """The tensors that it is computed from."""
         return (self.tensor,) if self.layer is None else _parts(self.layer)
 
 
@@ -62,7 +62,7 @@ class HuggingFace:
             leftover.unlink()
         if lora.layers(self._model):
             (folder / ADAPTER).mkdir()
-            config = json.dumps(lora.adapter_config(self._model), indent=2, sort_keys=True)
+            config = dumps(lora.adapter_config(self._model), indent=2, sort_keys=True)
             (folder / ADAPTER / lora.CONFIG).write_text(config, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -139,7 +139,7 @@ def _parts(layer: Any) -> tuple[Tensor, ...]:
 
 
 def _frozen(layer: Any) -> Any:
-    """Return the layer's parameters as they are registered now: FSDP2 replaces them while it computes."""
+    """The layer's parameters as they are registered now: FSDP2 replaces them while it computes."""
     a, b, base = (SimpleNamespace(weight=part) for part in _parts(layer))
     return SimpleNamespace(lora_A={lora.ADAPTER: a}, lora_B={lora.ADAPTER: b}, base_layer=base, scaling=layer.scaling)
 

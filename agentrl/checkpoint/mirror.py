@@ -6,7 +6,6 @@ run removes is removed there too, once a newer one is whole.
 """
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -23,6 +22,7 @@ from agentrl.checkpoint.checkpoints import CHECKSUMS, Checkpoints, Saved
 from agentrl.checkpoint.roles import TRAINER
 from agentrl.checkpoint.run_folder import CHECKPOINTS, RECIPE, TRAJECTORIES
 from agentrl.errors import UserError, contained, describe
+from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 from agentrl.remote import is_remote
 
@@ -60,7 +60,7 @@ class Store:
             raise UserError(f"{key}: {url} cannot be opened: {describe(contained(error), place=False)}") from error
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each file, by its path relative to the folder."""
+        """The size in bytes of each file, by its path relative to the folder."""
         self._system.invalidate_cache()
         try:
             found: Mapping[str, Any] = self._system.find(self._root, detail=True)
@@ -88,7 +88,7 @@ class Store:
         self._system.pipe_file(path, text.encode())
 
     def read(self, name: str) -> str:
-        """Return a small file's text."""
+        """A small file's text."""
         return bytes(self._system.cat_file(f"{self._root}/{name}")).decode()
 
     def get(self, name: str, local: Path) -> None:
@@ -102,13 +102,13 @@ class Store:
             self._system.rm_file(f"{self._root}/{name}")
 
     def whole(self, names: Mapping[str, int]) -> dict[int, dict[str, Json]]:
-        """Return what stands in the marks of whole checkpoints, by step: `sums`, and `files`, their paths below the
+        """What stands in the marks of whole checkpoints, by step: `sums`, and `files`, their paths below the
         checkpoint's folder. A mark that is not whole itself is none."""
         found = {}
         for name in names:
             if match := WHOLE.fullmatch(name):
                 with suppress(ValueError):
-                    mark = json.loads(self.read(name))
+                    mark = loads(self.read(name))
                     if isinstance(mark, dict) and isinstance(mark.get("files"), list):
                         found[int(match[1])] = mark
         return found
@@ -212,7 +212,7 @@ class Mirror:
             self._note(f"{KEY}: {self._store.url} is not up to date: {line}; the run goes on, and tries again")
 
     def _due(self) -> Saved | None:
-        """Return the newest checkpoint that is not there whole."""
+        """The newest checkpoint that is not there whole."""
         there = self._store.whole(self._store.sizes())
         due = [s for s in self._here().values() if there.get(s.step, {}).get("sums") != _sums(s.path)]
         return max(due, key=lambda saved: saved.step, default=None)
@@ -229,7 +229,7 @@ class Mirror:
         self._copy_results(there)
         for name in files:
             self._store.put(folder / name, f"{base}/{name}", self._touch)
-        self._store.write(mark, json.dumps({"step": saved.step, "sums": _sums(folder), "files": files}))
+        self._store.write(mark, dumps({"step": saved.step, "sums": _sums(folder), "files": files}))
         wrong = {f"{base}/{name}" for name in files}
         self._store.remove([name for name in there if name.startswith(f"{base}/") and name not in wrong])
 
@@ -264,7 +264,7 @@ class Mirror:
 
 
 def open_mirror(url: str | None, resumed: bool) -> Mirror | None:
-    """Return the mirror at `url`, None: there is to be none. resumed: whether the run is resumed. Raises UserError: it
+    """The mirror at `url`, None: there is to be none. resumed: whether the run is resumed. Raises UserError: it
     cannot be opened, or holds another run."""
     if url is None:
         return None
@@ -275,7 +275,7 @@ def open_mirror(url: str | None, resumed: bool) -> Mirror | None:
 
 
 def fetched_run(url: str, output: str | None) -> Path:
-    """Return a folder with the run whose mirror is at `url`: `output`, or runs/<name as at the URL>.
+    """A folder with the run whose mirror is at `url`: `output`, or runs/<name as at the URL>.
 
     It is copied whole or not at all; a folder that holds the same run, and has come as far, is taken as it is. Raises
     UserError: there is no run, no whole checkpoint, or the folder is taken.
@@ -317,7 +317,7 @@ def fetched_run(url: str, output: str | None) -> Path:
 
 
 def _sums(checkpoint: Path) -> str:
-    """Return what tells a checkpoint from another of the same step."""
+    """What tells a checkpoint from another of the same step."""
     path = checkpoint / TRAINER / CHECKSUMS
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
 

@@ -9,7 +9,7 @@ class PendingLike(Protocol):
     """A save in progress, in this process or in many workers."""
 
     def done(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Whether it has ended, well or not."""
 
     def result(self) -> None:
         """Wait for its end, and raise its error if it failed."""
@@ -28,7 +28,7 @@ class Pending:
         self._thread.start()
 
     def done(self) -> bool:
-        """Return whether the work has ended, with an error or without."""
+        """Whether the work has ended, with an error or without."""
         return not self._thread.is_alive()
 
     def result(self) -> None:

@@ -33,7 +33,7 @@ class OptimizerState(Protocol):
     """An optimizer whose state can be saved."""
 
     def named_state(self) -> dict[str, Tensor]:
-        """Return its tensors by `<kind>.<parameter's name>`. A `master.` replaces a parameter of lower precision, or
+        """Its tensors by `<kind>.<parameter's name>`. A `master.` replaces a parameter of lower precision, or
         one that moves without being trained."""
 
     def load_named_state(self, state: Mapping[str, Tensor]) -> None:
@@ -133,13 +133,13 @@ def _why(error: BaseException, name: str, path: Path) -> str:
 
 
 def parameters(model: Any) -> dict[str, Tensor]:
-    """Return the trained parameters by name; sharded ones as shards."""
+    """The trained parameters by name; sharded ones as shards."""
     model.state_dict(keep_vars=True)  # makes FSDP2 reshard what a forward pass has gathered
     return {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _buffers(model: Any) -> dict[str, Tensor]:
-    """Return the buffers that are saved with a model."""
+    """The buffers that are saved with a model."""
     saved = model.state_dict(keep_vars=True)
     return {_plain(name): b for name, b in model.named_buffers() if name in saved}
 
@@ -151,7 +151,7 @@ def _plain(name: str) -> str:
 
 
 def _tensors(role: RoleState) -> dict[str, Tensor]:
-    """Return the tensors of a role that are saved, by the names in the checkpoint."""
+    """The tensors of a role that are saved, by the names in the checkpoint."""
     trained = parameters(role.model)
     optimized = {_plain(name): tensor for name, tensor in role.optimizer.named_state().items()}
     if unknown := [k for k in optimized if not k.startswith(MASTER) and k.partition(".")[2] not in trained]:
@@ -171,7 +171,7 @@ def _state(role: RoleState, rank: int) -> dict[str, Tensor]:
 
 
 def _stand_in(role: RoleState, state: Mapping[str, Tensor]) -> Any:
-    """Return a function from a tensor of the model to its copy; a tensor that is not trained has no copy."""
+    """A function from a tensor of the model to its copy; a tensor that is not trained has no copy."""
     copies = {id(p): state[WEIGHT + name] for name, p in parameters(role.model).items()}
     copies |= {id(b): state[BUFFER + name] for name, b in _buffers(role.model).items()}
     return lambda tensor: copies.get(id(tensor), tensor.detach())
@@ -200,7 +200,7 @@ def _compare(live: Mapping[str, Tensor], saved: sharded.Described) -> None:
 
 
 def rng_state(rank: int) -> dict[str, Tensor]:
-    """Return the state of torch's random numbers in this process, by name."""
+    """The state of torch's random numbers in this process, by name."""
     found = {f"{RNG_CPU}{rank}": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         found[f"{RNG_CUDA}{rank}"] = torch.cuda.get_rng_state()
@@ -208,7 +208,7 @@ def rng_state(rank: int) -> dict[str, Tensor]:
 
 
 def _empty_rng(saved: sharded.Described, rank: int) -> dict[str, Tensor]:
-    """Return tensors for the saved states of this rank, or of rank 0 if there was no such rank."""
+    """Tensors for the saved states of this rank, or of rank 0 if there was no such rank."""
     source = rank if f"{RNG_CPU}{rank}" in saved else 0
     names = [name for kind in RNG if (name := f"{kind}{source}") in saved]
     return {name: torch.zeros(saved[name][0], dtype=torch.uint8) for name in names}

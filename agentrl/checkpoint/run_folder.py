@@ -1,27 +1,35 @@
 """The run folder and its lock. Every run has a new one; a folder that holds a run is never overwritten."""
 
 import fcntl
-import json
 import math
 import os
 import re
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from os import replace
 from pathlib import Path
 
+from agentrl import __version__
 from agentrl.checkpoint.disk import write_whole
 from agentrl.errors import UserError
+from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
 ERRORS = "error.log"
 """Traceback of the error that ended the run, which is printed in one line."""
+FORMAT = 2
+"""What the first line of a run's recipe says of its folder. 1: as before 0.2.0, without that line; its trajectories may
+be JSON lines. Both are read; a later one is refused."""
 LOCK = ".lock"
 MODEL = "model"
 """Folder of the model that `agentrl sft` makes."""
+_HEAD = f"# run folder of format {FORMAT}, written by agentrl {__version__}\n"
+_FORMAT = re.compile(r"# run folder of format (\d{1,9})\b.*(?:\n|$)")
 _LATER = re.compile(r"recipe\.resumed_(\d+)\.yaml")
 """Recipe of a resumed run, if it differs from the one before."""
+_MODEL = ("config.json", "adapter_config.json", "model.safetensors", "model.safetensors.index.json")
 _OF_A_STEP = re.compile(
     r"(?:step|eval_.+)_(\d+)\.(?:parquet|jsonl|jsonl\.zst)|in_flight\.jsonl|\..+\.parquet\.new", re.DOTALL
 )
@@ -29,7 +37,7 @@ _OF_A_STEP = re.compile(
 
 
 def recipe_of(path: str) -> tuple[str, str | None]:
-    """Return the recipe's path, and the run folder if `path` is one."""
+    """The recipe's path, and the run folder if `path` is one."""
     folder = Path(path)
     return (str(RunFolder(folder).recipe()), path) if (folder / RECIPE).is_file() else (path, None)
 
@@ -62,18 +70,16 @@ class RunFolder:
         path = root if output is None else Path(output)
         if (path / RECIPE).exists() or (path / METRICS).exists():
             raise UserError(f"output: {path} already holds a run; name another folder, or go on with --resume {path}")
-        there = next(p for p in (path, *path.parents) if p.exists())
-        if not there.is_dir():
-            raise UserError(f"output: {there} is not a folder")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"output: {there} cannot be written to; name another folder by output=...")
+        _check_writable(path, "output:", "output=...")
 
     @classmethod
     def existing(cls, path: str) -> "RunFolder":
-        """Return the folder of a run to resume. Raises UserError if it holds none."""
+        """The folder of a run to resume. Raises UserError if it holds none."""
         folder = cls(Path(path))
         if not (folder.path / RECIPE).exists():
-            raise UserError(f"--resume {path}: no run there ({RECIPE} is missing)")
+            places = (Path("runs", path), *Path(path).parents[:-1])  # a name, or what lies in a run
+            meant = next((f"; did you mean {one}?" for one in places if (one / RECIPE).is_file()), "")
+            raise UserError(f"--resume {path}: no run there ({RECIPE} is missing){meant}")
         return folder
 
     @property
@@ -100,11 +106,26 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def recipe(self) -> Path:
-        """Return the path of the recipe in force: the first one, or the one that the run was last resumed with."""
-        return self._later()[1]
+        """The path of the recipe in force: the first one, or the one that the run was last resumed with. Raises
+        UserError: a later agentrl wrote the folder."""
+        path = self._later()[1]
+        if (number := self._format()) > FORMAT:
+            raise UserError(
+                f"{self.path}: a later agentrl wrote this run (format {number}; {__version__} reads up to {FORMAT}): "
+                f"read it with that version"
+            )
+        return path
+
+    def _format(self) -> int:
+        try:
+            with (self.path / RECIPE).open(encoding="utf-8", errors="replace") as file:
+                head = _FORMAT.match(file.readline(200))
+        except OSError:  # whoever reads the recipe says so
+            return FORMAT
+        return int(head[1]) if head else 1
 
     def _later(self) -> tuple[int, Path]:
-        """Return how often the run was resumed with another recipe, and the path of the last recipe."""
+        """How often the run was resumed with another recipe, and the path of the last recipe."""
         found = [(int(m[1]), path) for path in self.path.iterdir() if (m := _LATER.fullmatch(path.name))]
         return max(found, default=(0, self.path / RECIPE))
 
@@ -118,6 +139,8 @@ class RunFolder:
                     return
                 path = self.path / f"recipe.resumed_{number + 1}.yaml"
                 text = f"# of step {step + 1} and later\n{text}"
+            elif not _FORMAT.match(text):
+                text = _HEAD + text
             write_whole(path, text)
         except (OSError, ValueError) as error:
             raise UserError(f"output: cannot write into {self.path}: {getattr(error, 'strerror', error)}") from error
@@ -128,11 +151,11 @@ class RunFolder:
         bad = [key for key, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
         row = {key: value for key, value in metrics.items() if key not in bad} | ({"not_finite": bad} if bad else {})
         with (self.path / METRICS).open("a") as file:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.write(dumps(row, allow_nan=False) + "\n")
         return bad
 
     def metrics(self) -> list[dict[str, Json]]:
-        """Return every row; a last line that a kill cut short is left out. Raises UserError for any other bad line."""
+        """Every row; a last line that a kill cut short is left out. Raises UserError for any other bad line."""
         path = self.path / METRICS
         try:
             lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -149,8 +172,8 @@ class RunFolder:
                 path.unlink()
         rows = [row for row in self.metrics() if row["step"] <= step]
         beside = self.path / (METRICS + ".new")
-        beside.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        beside.replace(self.path / METRICS)
+        beside.write_text("".join(dumps(row) + "\n" for row in rows))
+        replace(beside, self.path / METRICS)
 
     @property
     def trajectories(self) -> Path:
@@ -163,7 +186,7 @@ class RunFolder:
 def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Json] | None:
     """Parse one line; None: the last one, cut short."""
     try:
-        row = json.loads(line)
+        row = loads(line)
     except (ValueError, RecursionError):
         if last:
             return None
@@ -173,6 +196,21 @@ def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Json] | 
             f"{path}:{number}: not a row of metrics (an object with an integer `step`): correct or remove the line"
         )
     return row
+
+
+def check_export(folder: str) -> None:
+    """Raise UserError if a model cannot be copied to `folder`. Makes nothing: call it before costly work."""
+    _check_writable(Path(folder), "--out", "--out DIR")
+    if held := next((name for name in _MODEL if (Path(folder) / name).exists()), None):
+        raise UserError(f"--out {folder}: holds a model already ({held}): remove it, or name another folder")
+
+
+def _check_writable(path: Path, whose: str, how: str) -> None:
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        raise UserError(f"{whose} {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{whose} {there} cannot be written to; name another folder by {how}")
 
 
 def _make(path: Path) -> None:

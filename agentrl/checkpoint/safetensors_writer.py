@@ -4,7 +4,6 @@ The format: eight bytes with the header's length, a header in JSON (name -> dtyp
 https://github.com/huggingface/safetensors#format
 """
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import IO
 
 import torch
 from torch import Tensor
+
+from agentrl.jsonable import dumps
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -54,7 +55,7 @@ def _header(slots: Sequence[Slot]) -> bytes:
     for slot in slots:
         begin, end = end, end + slot.size
         entries[slot.name] = {"dtype": NAMES[slot.dtype], "shape": slot.shape, "data_offsets": [begin, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED)
     return len(text).to_bytes(8, "little") + text
 
@@ -91,4 +92,4 @@ def write_model(folder: Path, slots: Sequence[Slot], tensors: Iterable[Tensor], 
     if len(runs) > 1:
         weight_map = {slot.name: name for name, run in zip(names, runs, strict=True) for slot in run}
         index = {"metadata": {"total_size": sum(slot.size for slot in slots)}, "weight_map": weight_map}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (folder / "model.safetensors.index.json").write_text(dumps(index, indent=2), encoding="utf-8")

@@ -67,13 +67,13 @@ def write(tensors: Mapping[str, Tensor], folder: Path, group: Any = None) -> Non
 
 
 def describe(folder: Path) -> Described:
-    """Return names, shapes and dtypes. Raises one of UNREADABLE."""
+    """Names, shapes and dtypes. Raises one of UNREADABLE."""
     entries: Mapping[str, Any] = read_metadata(folder / METADATA).state_dict_metadata
     return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
 
 
 def missing(folder: Path) -> str | None:
-    """Return the first file of the checkpoint that is missing or too short; None: all are complete."""
+    """The first file of the checkpoint that is missing or too short; None: all are complete."""
     if not (folder / METADATA).is_file():
         return METADATA
     ends: dict[str, int] = {}
@@ -89,7 +89,7 @@ def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def line(error: BaseException) -> str:
-    """Return one line for an error of UNREADABLE."""
+    """One line for an error of UNREADABLE."""
     while failures := getattr(error, "failures", None):  # of several ranks: the first
         error = next(iter(failures.values()))[0]
     return str(error).strip().partition("\n")[0] or type(error).__name__
@@ -99,7 +99,7 @@ class Reader(FileSystemReader):
     """torch's reader, but it unpickles nothing."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Return the metadata, read as data. Raises one of UNREADABLE."""
+        """The metadata, read as data. Raises one of UNREADABLE."""
         metadata = read_metadata(Path(self.path) / METADATA)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata

@@ -43,7 +43,7 @@ def chat_command(
     agentrl chat tiny --tools calculator
     """
     from agentrl.cli.common import recipe_and_model
-    from agentrl.recipe.schema import ToolSection
+    from agentrl.recipe.sections.env import ToolSection
     from agentrl.rollout.event_loop import run
 
     recipe, path = recipe_and_model(what, overrides or [], model)
@@ -109,7 +109,7 @@ class _Talker:
         return False
 
     async def listen(self) -> "Content | None":
-        """Return the next words; None at the end of the conversation."""
+        """The next words; None at the end of the conversation."""
         if self._first:
             said, self._first = self._first, None
             return said

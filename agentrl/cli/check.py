@@ -31,6 +31,7 @@ def check_command(
     loaded = load_recipe(recipe, overrides or [])  # before anything heavy is imported
     from agentrl.cli.common import console
     from agentrl.errors import UserError
+    from agentrl.learner.monitors import Health
     from agentrl.models.load import resolve_types
     from agentrl.plugins.registry import find, make_environment, tracker_makers
     from agentrl.plugins.rewards import make_rewards
@@ -47,6 +48,8 @@ def check_command(
     out = console()
     _title(out, f"recipe {recipe}")
     out.print(show_recipe(checked).rstrip(), markup=False, soft_wrap=True)
+    for finding in Health(checked).before_start():
+        out.print(f"warning: {finding.line}", style="yellow", markup=False, soft_wrap=True)
     with Runner() as runner:
         toolbox = runner.run(Toolbox.open(checked.tools, env))
         first, unread = None, None
@@ -136,11 +139,23 @@ def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
         for pool, own in plan_pools(recipe):
             _show_plan(out, recipe, own, f"of the pool ({', '.join(pool.roles)})", pool.workers)
         out.print(f"the engine's cache takes {_size(plan.cache_token)} per token", highlight=False)
+    _show_context(out, recipe)
     _show_devices(out, recipe, plan)
     for line in _missing(recipe, plan):
         out.print(f"missing: {line}", style="yellow", markup=False, soft_wrap=True)
     for line in _advice(recipe, plan):
         out.print(f"advice: {line}", style="dim", markup=False, soft_wrap=True)
+
+
+def _show_context(out: "Console", recipe: "Recipe") -> None:
+    from agentrl.engine.base import engine_class
+    from agentrl.models.shape import expected_context, short_context
+
+    if engine_class(recipe.engine.name).brings_chat:
+        return
+    context = expected_context(recipe)
+    if context is not None and (line := short_context(recipe, context)):
+        out.print(line, style="yellow", markup=False, soft_wrap=True)
 
 
 def _fetched(recipe: "Recipe") -> bool:
@@ -237,7 +252,7 @@ def _show_devices(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") -
 
 
 def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
-    """Return what this machine lacks to run the recipe, or to be one of the machines of its cluster."""
+    """What this machine lacks to run the recipe, or to be one of the machines of its cluster."""
     import torch
 
     from agentrl.training.preflight import lacking, lacking_gpus
@@ -252,7 +267,7 @@ def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
 
 
 def _crowded(recipe: "Recipe", plan: "MemoryPlan", sizes: list[int]) -> list[str]:
-    """Return, in a line, which servers find less free than they take: where a trainer works on their GPUs in turn, what
+    """In a line, which servers find less free than they take: where a trainer works on their GPUs in turn, what
     it keeps from one step to the next stays there."""
     from agentrl.training.preflight import placement_of
 
@@ -273,7 +288,7 @@ LARGE = 200e6
 
 
 def _advice(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
-    """Return what would make the run faster on a GPU."""
+    """What would make the run faster on a GPU."""
     from importlib.util import find_spec
 
     from agentrl.models.load import on_gpu
@@ -289,7 +304,7 @@ def _advice(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
 
 
 def _size(count: float) -> str:
-    """Return a number of bytes in words."""
+    """A number of bytes in words."""
     for unit in ("B", "KB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}"
@@ -328,13 +343,13 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
 
 
 def _plain(content: object) -> str:
-    """Return a content as text, with `<image>` where one stands."""
+    """A content as text, with `<image>` where one stands."""
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     return "".join(str(part.get("text", f"<{part.get('type')}>")) for part in parts)
 
 
 def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[str, Json]]) -> tuple[str, str]:
-    """Return the prompt as the model reads it, and its length; the messages if the tokenizer is not on this machine."""
+    """The prompt as the model reads it, and its length; the messages if the tokenizer is not on this machine."""
     from agentrl.chat.base import Seeing, images_in
     from agentrl.chat.load import load_chat
     from agentrl.images import check_count, stored
@@ -361,7 +376,7 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
 
 
 def _images_note(recipe: "Recipe", tokens: "Sequence[int]") -> str:
-    """Return a line about the images of an opening, by the tokens of each; an empty text where it has none."""
+    """A line about the images of an opening, by the tokens of each; an empty text where it has none."""
     if not tokens:
         return ""
     limits, largest = recipe.rollout, max(tokens)

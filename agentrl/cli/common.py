@@ -32,16 +32,33 @@ SampleNumber = Annotated[int | None, Option("--sample", min=0, help="Its number 
 
 
 def console() -> "Terminal":
-    """Return the terminal on stdout; rich is imported when this is called."""
+    """The terminal on stdout; rich is imported when this is called."""
     from agentrl.terminal import terminal
 
     return terminal()
 
 
 def recipe_and_keys(arguments: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """Return the recipe that a command's arguments begin with, if they name one, and the keys to change."""
+    """The recipe that a command's arguments begin with, if they name one, and the keys to change."""
     given = list(arguments or ())
     return (given.pop(0) if given and not re.match(r"[\w.]+=", given[0]) else None), given
+
+
+def without_output(overrides: Sequence[str] | None, output: str | None) -> tuple[list[str], str | None]:
+    """The overrides of a command with an `--output` without the key `output`, and the folder that either names.
+    Raises UserError: both do."""
+    from agentrl.errors import UserError
+
+    kept, named = [], output
+    for text in overrides or ():
+        key, equals, value = text.partition("=")
+        if not equals or key.strip() != "output":
+            kept.append(text)
+        elif output is not None:
+            raise UserError(f"{text} --output {output}: the same twice; leave out one of them")
+        else:
+            named = value.strip() or None
+    return kept, named
 
 
 def until_interrupted(train: Callable[[], bool]) -> None:
@@ -57,7 +74,7 @@ def until_interrupted(train: Callable[[], bool]) -> None:
 
 
 def key_values(texts: Sequence[str], option: str = "") -> dict[str, Json]:
-    """Return `KEY=VALUE` texts as a mapping, the values read as YAML. option: begins the UserError."""
+    """`KEY=VALUE` texts as a mapping, the values read as YAML. option: begins the UserError."""
     import yaml
 
     from agentrl.errors import UserError
@@ -81,7 +98,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def recipe_and_model(what: str, overrides: Sequence[str], model: str | None) -> "tuple[Recipe, str | None]":
-    """Return the recipe of a run folder, recipe or model `what` (SUBJECT), and the model in place of the recipe's, or
+    """The recipe of a run folder, recipe or model `what` (SUBJECT), and the model in place of the recipe's, or
     None. model: replaces it. Raises UserError."""
     from agentrl.checkpoint.run_folder import recipe_of
     from agentrl.recipe.load import load_recipe
@@ -105,11 +122,11 @@ def _is_model(what: str) -> bool:
 
 
 def first_line(text: str | None) -> str:
-    """Return the first line of a description or docstring."""
+    """The first line of a description or docstring."""
     return next((line.strip() for line in (text or "").splitlines() if line.strip()), "")
 
 
 def shortened(text: str, length: int = 100) -> str:
-    """Return a text as one line of at most `length` characters."""
+    """A text as one line of at most `length` characters."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[: length - 3] + "..."

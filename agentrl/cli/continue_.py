@@ -15,6 +15,7 @@ from agentrl.cli.common import (
     Text,
     console,
     shortened,
+    without_output,
 )
 
 if TYPE_CHECKING:
@@ -46,11 +47,12 @@ def continue_command(
 
     The turns before are played again, their calls live; where these answer otherwise, nothing is sampled (exit code 1).
     """
+    given, output = without_output(overrides, output)
     from agentrl.offline.go_on import go_on
     from agentrl.offline.replay import Which
 
     which = Which(request, step, split, task, sample)
-    found = go_on(run, which, turn=turn, n=n, model=model, overrides=overrides or [], output=output)
+    found = go_on(run, which, turn=turn, n=n, model=model, overrides=given, output=output)
     _print(found, turn, run)
     raise typer.Exit(STOPPED if found.folder is None else 0)
 

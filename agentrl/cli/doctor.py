@@ -64,7 +64,7 @@ def _examine(out: "Console", recipe: "Recipe", only: "Sequence[str]") -> "list[F
     from agentrl.doctor.check import Check, Finding
     from agentrl.doctor.examine import examine
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
         bar = progress.add_task("starting")
 
@@ -82,7 +82,7 @@ def _show(out: "Console", findings: "Sequence[Finding]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from agentrl.recipe.secrets import masked_text
+    from agentrl.secrets import masked_text
 
     table = Table("check", "tried", "result", "figure, or what is wrong", "what to do", box=None, pad_edge=False)
     for finding in findings:

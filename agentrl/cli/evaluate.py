@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from agentrl.cli.common import OtherModel, Overrides, Text, Texts
+from agentrl.cli.common import OtherModel, Overrides, Text, Texts, without_output
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,17 +49,18 @@ def eval_command(
     ] = None,
 ) -> None:
     """Evaluate a model on held-out tasks."""
+    given, output = without_output([*([recipe] if resume and recipe else []), *(overrides or [])], output)
     if resume is not None:
         if model or output or no_keep:
             raise UserError(
                 f"--resume {resume}: the model and the folder stay what they are: leave out the other options"
             )
-        checked = _resumed(resume, [*([recipe] if recipe else []), *(overrides or [])], split or (), samples)
+        checked = _resumed(resume, given, split or (), samples)
         run = split = samples = None
     elif recipe is None:
         raise typer.BadParameter("name a recipe, a run folder, or --resume DIR")
     else:
-        checked, run = _named(recipe, overrides or [])
+        checked, run = _named(recipe, given)
     from agentrl.eval.show import check_writable, least_accuracies, show, too_low, write_json
 
     least = least_accuracies(fail_below or ())
@@ -91,7 +92,7 @@ def eval_command(
 
 
 def _named(recipe: str, overrides: list[str]) -> "tuple[Recipe, str | None]":
-    """Return a recipe, and the run folder that it is of."""
+    """A recipe, and the run folder that it is of."""
     from agentrl.checkpoint.run_folder import recipe_of
     from agentrl.recipe.load import load_recipe
 
@@ -100,7 +101,7 @@ def _named(recipe: str, overrides: list[str]) -> "tuple[Recipe, str | None]":
 
 
 def _resumed(folder: str, overrides: list[str], splits: Sequence[str], samples: int | None) -> "Recipe":
-    """Return the recipe of an evaluation that goes on. splits: played beside its own."""
+    """The recipe of an evaluation that goes on. splits: played beside its own."""
     if lost := next((text for text in overrides if "=" not in text), None):
         raise UserError(f"--resume {folder} {lost}: it has its recipe already; only KEY=VALUE may follow")
     from agentrl.eval.folder import EvaluationFolder

@@ -16,7 +16,7 @@ LISTED = {
 
 
 def list_command(group: str) -> Callable[[], None]:
-    """Return the command that lists a group."""
+    """The command that lists a group."""
 
     def command() -> None:
         show_group(group)
@@ -38,7 +38,7 @@ def show_group(group: str) -> None:
     names = [plugin.name for plugin in plugins]
     for plugin in plugins:
         try:
-            what = escape(first_line(_description(load_path(plugin.value, plugin.name), group)))
+            what = escape(first_line(_description(load_path(plugin.value, plugin.name, plugin.distribution), group)))
         except UserError as error:
             what = f"[red]broken: {escape(str(error))}[/red]"
         if names.count(plugin.name) > 1:
@@ -64,7 +64,7 @@ def presets_command() -> None:
 
 
 def _built_in(group: str) -> "list[Plugin]":
-    """Return the advantages, losses and aggregations of agentrl's own, which need no entry point."""
+    """The advantages, losses and aggregations of agentrl's own, which need no entry point."""
     if group not in ("advantages", "losses", "aggregations"):
         return []
     from agentrl import __version__, algo
@@ -78,7 +78,7 @@ def _built_in(group: str) -> "list[Plugin]":
 
 
 def _description(made: object, group: str) -> str | None:
-    """Return a plugin's own words: its `description`, else its docstring; of an engine, that of its module."""
+    """A plugin's own words: its `description`, else its docstring; of an engine, that of its module."""
     import sys
 
     module = sys.modules.get(getattr(made, "__module__", None) or "")

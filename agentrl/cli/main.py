@@ -4,12 +4,19 @@ Nothing heavy is imported here: the modules of the commands import only typer, a
 """
 
 import atexit
+import faulthandler
 import logging
 import os
+import signal
 import sys
+import sysconfig
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from types import TracebackType
 from typing import Annotated
 
 import typer
@@ -36,10 +43,12 @@ from agentrl.cli.try_ import try_command
 from agentrl.cli.view import view_command
 from agentrl.cli.why import why_command
 from agentrl.errors import UserError, printable
+from agentrl.secrets import masked_text
 
 BAD_USAGE = 2
 INTERRUPTED = 130
 GRACE = 5.0  # seconds for threads of plugins to end, once a command is done
+AT_EXIT = 60.0  # and for what they registered by `atexit`, afterwards
 SAVING = "agentrl-save"  # the name of a thread that writes a checkpoint
 # typer brings its own copy of click in some versions and uses the package in others; this finds the base class in both.
 _ClickError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -99,9 +108,13 @@ app.command("version")(version_command)
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command in this process and return the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        with suppress(OSError, ValueError):  # it is closed, or another file than it was
+            sys.stdout.reconfigure(errors="backslashreplace")  # what its encoding lacks ends no command
     _show_log_lines()
     try:
-        code = app(args=list(arguments), prog_name="agentrl", standalone_mode=False)
+        with _ended_by_signals():
+            code = app(args=list(arguments), prog_name="agentrl", standalone_mode=False)
     except UserError as error:
         return _say(str(error))
     except _ClickError as error:
@@ -111,9 +124,29 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Have SIGTERM, and a terminal that closes, end a command as Ctrl-C does: nothing that it made is left behind."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:  # else somebody has other plans, as `nohup` has
+                former[number] = signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in former:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main() -> None:
     """Run the command of `sys.argv`, and end the process with its exit code."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # report an unreachable hub in one line, not at every try
+    sys.excepthook = _show_bug
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # so that a recipe can name `my_module:thing` of a file here, as with `python -m`
     code = 1  # that of a traceback
@@ -126,12 +159,17 @@ def main() -> None:
     sys.exit(code)
 
 
+def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stderr.write(printable(masked_text("".join(traceback.format_exception(kind, error, trace)))))
+
+
 class _LogLines(logging.Handler):
     """Writes each log record to the current stderr, with its control characters made visible."""
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError, ValueError):  # nobody reads it any more
-            sys.stderr.write(printable(self.format(record)) + "\n")
+            sys.stderr.write(printable(masked_text(self.format(record))) + "\n")
 
 
 def _show_log_lines() -> None:
@@ -142,12 +180,16 @@ def _show_log_lines() -> None:
 
 
 def _exit_soon(code: int) -> None:
-    """End the process when threads of plugins still run after GRACE; the interpreter would wait for them forever.
-
-    What runs after they have ended (`atexit`) has all the time it needs.
-    """
+    """End the process when threads of plugins still run after GRACE, or what is to run at exit after AT_EXIT: the
+    interpreter would wait for them forever. Code that even holds the interpreter then ends with exit code 1."""
     joined = threading.Event()
-    atexit.register(joined.set)  # the last registered is called first
+
+    def at_exit() -> None:
+        joined.set()
+        with suppress(AttributeError, OSError, RuntimeError, ValueError):  # stderr is closed
+            faulthandler.dump_traceback_later(AT_EXIT + GRACE, exit=True)
+
+    atexit.register(at_exit)  # the last registered is called first
 
     def leave() -> None:
         for thread in threading.enumerate():
@@ -157,11 +199,25 @@ def _exit_soon(code: int) -> None:
             names = ", ".join(
                 t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()
             )
-            with suppress(OSError, ValueError):
-                typer.echo(f"agentrl: exited while a plugin's thread was still running ({names})", err=True)
-            _exit_now(code)
+            _leave(f"a plugin's thread was still running ({names})", code)
+        time.sleep(AT_EXIT)  # ended in its midst, where all goes well
+        _leave(f"{_running()}, which was to run at exit, had not ended after {AT_EXIT:g} s", code)
 
     threading.Thread(target=leave, name="agentrl-exit", daemon=True).start()
+
+
+def _running() -> str:
+    """Name the function that the main thread was asked to call, the first one outside of the standard library."""
+    frames = traceback.extract_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    standard = (sysconfig.get_path("stdlib"), "<frozen")
+    named = [f for f in frames if "site-packages" in f.filename or not f.filename.startswith(standard)] or frames
+    return f"{named[0].name} ({os.path.basename(named[0].filename)}:{named[0].lineno})" if named else "a function"
+
+
+def _leave(why: str, code: int) -> None:
+    with suppress(OSError, ValueError):
+        typer.echo(f"agentrl: exited while {why}", err=True)
+    _exit_now(code)
 
 
 def _exit_now(code: int) -> None:
@@ -172,15 +228,13 @@ def _exit_now(code: int) -> None:
 
 
 def _say(message: str) -> int:
-    from agentrl.recipe.secrets import masked_text
-
     with suppress(OSError):  # stderr may be closed too
         typer.echo(printable(f"error: {masked_text(' '.join(message.split()))}"), err=True)
     return BAD_USAGE
 
 
 def _usage(error: BaseException) -> str:
-    """Return click's message, and the command that shows the help."""
+    """Click's message, and the command that shows the help."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "agentrl"
     message = getattr(error, "format_message", error.__str__)()

@@ -69,7 +69,7 @@ def _print(found: "Replayed") -> None:
 
 
 def _lines(step: "Step", model: bool) -> list[tuple[str, str | None]]:
-    """Return the lines of a step: what the model said, then what is alike, or the difference."""
+    """The lines of a step: what the model said, then what is alike, or the difference."""
     said = step.stored[:1] if model else []
     rest = [list(side)[len(said) if model else 0 :] for side in (step.stored, step.live)]
     lines: list[tuple[str, str | None]] = [(line, None) for message in said for line in _text(message)]
@@ -102,7 +102,7 @@ def _text(message: "Message") -> list[str]:
 
 
 def _part(part: object) -> str:
-    """Return a content or a part of one as text, an image by the beginning of its file's name in `images/`."""
+    """A content or a part of one as text, an image by the beginning of its file's name in `images/`."""
     from agentrl.images import is_kept
 
     if isinstance(part, dict) and is_kept(part):

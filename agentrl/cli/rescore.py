@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from agentrl.cli.common import Text, Texts, console
+from agentrl.cli.common import Text, Texts, console, without_output
 
 if TYPE_CHECKING:
     from agentrl.offline.rescore import Change, Rescored
@@ -36,9 +36,10 @@ def rescore_command(
     What functions of the recipe and its reward model give is computed anew; what environment and tools gave is kept,
     unless --replay plays the stored turns again with live calls.
     """
+    given, output = without_output(overrides, output)
     from agentrl.offline.rescore import rescore
 
-    found = rescore(run, recipe=recipe, overrides=overrides or [], step=step, split=split, output=output, replay=replay)
+    found = rescore(run, recipe=recipe, overrides=given, step=step, split=split, output=output, replay=replay)
     out = console()
     for line in found.notes:
         out.print(line, markup=False)

@@ -17,7 +17,8 @@ def serve_command(
         Text, Option("--key", help="What clients must send as API key. On other hosts than loopback, one is made.")
     ] = None,
 ) -> None:
-    """Serve a model to any client of the OpenAI or Anthropic API, until Ctrl-C."""
+    """Serve a model to any client of the OpenAI or Anthropic API, until Ctrl-C. Without a key, pages in a browser are
+    kept out: requests must name this machine, and their bodies say `Content-Type: application/json`."""
     import secrets
 
     from agentrl.cli.common import console, recipe_and_model

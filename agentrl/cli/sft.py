@@ -27,20 +27,23 @@ def sft_command(
 
 
 def _sft(path: str | None, given: list[str], out: str | None, resume: str | None) -> bool:
-    """Return whether it was interrupted. given: overrides."""
+    """Whether it was interrupted. given: overrides."""
+    from agentrl.checkpoint.run_folder import check_export
     from agentrl.errors import UserError
     from agentrl.recipe.schema import Recipe
 
+    if out is not None:
+        check_export(out)
     if resume is not None:
         if path is not None:
             raise UserError("--resume goes on with the run's own recipe: name keys to change alone")
-        from agentrl.sft.run import resume_sft
+        from agentrl.fine_tuning.run import resume_sft
 
         return resume_sft(resume, overrides=given, output=out).interrupted
     if path is None:
         raise UserError("sft needs a recipe, such as tiny_warmstart (see `agentrl recipes`), or --resume RUN")
     recipe = Recipe.load(path, given)  # before anything heavy is imported
-    from agentrl.sft.run import sft
+    from agentrl.fine_tuning.run import sft
 
     return sft(recipe, out).interrupted
 
@@ -50,8 +53,8 @@ def reward_model_command(
     overrides: Overrides = None,
 ) -> None:
     """Train a reward model on pairs of conversations, for `rewards.model`."""
+    from agentrl.fine_tuning.reward_model import train_reward_model
     from agentrl.recipe.load import recipe_name
     from agentrl.recipe.schema import Recipe
-    from agentrl.sft.reward_model import train_reward_model
 
     train_reward_model(Recipe.load(recipe, overrides or []), name=recipe_name(recipe))

@@ -60,7 +60,7 @@ def show_command(
 
 
 def _facts(path: Path) -> list[tuple[str, bool]]:
-    """Return of each sample of a file its task, and whether it failed."""
+    """Of each sample of a file its task, and whether it failed."""
     from agentrl.rollout.trajectory_file import read_records, read_rows
 
     if path.suffix == ".parquet":
@@ -77,7 +77,7 @@ def _print(printer: "_Printer", record: "Record", file: "Stored") -> None:
 
 
 def _files(run: Path, step: int | None, split: str | None, in_flight: bool, all_steps: bool) -> "list[Stored]":
-    """Return the files to read, the newest first. Raises UserError."""
+    """The files to read, the newest first. Raises UserError."""
     from agentrl.checkpoint.run_folder import TRAJECTORIES
     from agentrl.rollout.stored import ranges
     from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Stored, stored_files
@@ -138,6 +138,8 @@ class _Printer:
                     self._message(message)
             else:
                 self._tokens(record, told)
+        for line in _calls(record):
+            self.say(line, "yellow")
         self.say(f"({_cost(record)})\n", "dim")
 
     def _message(self, message: Mapping[str, Json]) -> None:
@@ -174,7 +176,7 @@ class _Printer:
             self.say(self._decoded(record, start, end), _STYLES[kind])
 
     def _decoded(self, record: "Record", start: int, end: int) -> str:
-        """Return tokens as text, an image by its name in place of its placeholders."""
+        """Tokens as text, an image by its name in place of its placeholders."""
         assert self._tokenizer is not None
         found, at, ids = "", start, record["ids"]
         for image in record["images"] or ():
@@ -225,9 +227,30 @@ def _ending(record: "Record") -> str:
         for name, value in record.get("rewards", {}).items()
     ]
     found = ["no reward" if reward is None else f"reward {reward:g}" + (f": {', '.join(parts)}" if parts else "")]
+    if seats := record.get("seats"):
+        found.append(f"seats: {', '.join(f'{name} {value:g}' for name, value in seats.items())}")
     found += [_MARKS[record["solved"]]] if record.get("solved") in _MARKS else []
     found.append(f"ended by {record['finish']}")
     return " · ".join([*found, *([f"not trained: {record['left_out']}"] if record.get("left_out") else [])])
+
+
+_UNTRAINED = {
+    "unreceived": "nobody received it",
+    "unproven": "the engine does not tell which tokens it allowed",
+    "marked": "marked by the agent",
+    "without_tools": "its call offered no tools (agent.train: tools)",
+}
+
+
+def _calls(record: "Record") -> Iterator[str]:
+    """Yield a line for each call of an agent that says more than that there was one."""
+    for number, call in enumerate(record.get("calls") or (), 1):
+        facts = [f"asked for {_plain(call['asked'])}"] if call["asked"] else []
+        if why := call["untrained"]:
+            facts.append(f"not trained: {_UNTRAINED.get(why, why)}")
+        if facts or call["role"]:
+            role = f" ({call['role']})" if call["role"] else ""
+            yield f"answer {number}{role}: {' · '.join(facts) or 'trained'}"
 
 
 def _cost(record: "Record") -> str:
@@ -253,11 +276,11 @@ def _called(call: Json) -> str:
 
 
 def _tokenizer(run: Path) -> Any:
-    """Return the tokenizer of the newest checkpoint, or of the recipe's model. Raises UserError."""
+    """The tokenizer of the newest checkpoint, or of the recipe's model. Raises UserError."""
     from agentrl.checkpoint.run_folder import CHECKPOINTS, RunFolder, recipe_of
     from agentrl.models.load import load_tokenizer
     from agentrl.recipe.load import load_recipe
-    from agentrl.recipe.schema import ModelSection
+    from agentrl.recipe.sections.model import ModelSection
 
     saved = {
         int(path.parent.name.removeprefix("step_")): path.parent

@@ -35,7 +35,7 @@ def train_command(
 
 
 def _train(path: str | None, given: list[str], resume: str | None, force: bool, stored: list[str]) -> bool:
-    """Return whether it was interrupted. given: overrides. stored: of --from."""
+    """Whether it was interrupted. given: overrides. stored: of --from."""
     from agentrl.checkpoint.run_folder import recipe_of
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe, recipe_name
@@ -58,6 +58,11 @@ def _train(path: str | None, given: list[str], resume: str | None, force: bool, 
         from agentrl.training.run import train
 
         result = train(recipe, name=Path(stored[0]).absolute().name, stored=stored)
+    elif path is None and stored:
+        from agentrl.rollout.stored import training_files
+
+        training_files(stored[:1])
+        raise UserError(f"--from {stored[0]}: there is no recipe with it: name one too, such as gsm8k_tool")
     elif path is None:
         raise UserError("train needs a recipe, such as gsm8k_tool (see `agentrl recipes`), or --resume RUN")
     else:

@@ -81,7 +81,7 @@ def try_command(
 
 
 def _kind(what: str) -> str:
-    """Return `tool`, `environment` or `recipe`; a tool or environment wins over a shipped recipe of the same name."""
+    """`tool`, `environment` or `recipe`; a tool or environment wins over a shipped recipe of the same name."""
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import installed, load
     from agentrl.recipe.shipped import shipped_recipes
@@ -110,7 +110,8 @@ def _recipe(
 ) -> "Recipe":
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe
-    from agentrl.recipe.schema import EnvSection, Recipe, ToolSection
+    from agentrl.recipe.schema import Recipe
+    from agentrl.recipe.sections.env import EnvSection, ToolSection
 
     if kind == "recipe":
         if args or source is not None or tools:

@@ -21,7 +21,7 @@ class Person:
         self._hint, self._say = hint, say
 
     async def turn(self, number: int) -> str | None:
-        """Return the next turn's text; None at the end of the input."""
+        """The next turn's text; None at the end of the input."""
         lines: list[str] = []
         while True:
             line = await _read_line("you> " if not lines else "...> ")
@@ -36,7 +36,7 @@ class Person:
 
 
 async def _read_line(prompt: str) -> str | None:
-    """Return a line of stdin without its end, None at the end of the input. It is read in a daemon thread, so that
+    """A line of stdin without its end, None at the end of the input. It is read in a daemon thread, so that
     Ctrl-C ends the command at once."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[str] = loop.create_future()
@@ -61,7 +61,7 @@ async def _read_line(prompt: str) -> str | None:
 
 
 def read_replies(path: str) -> list[str]:
-    """Return the turns of a reply file. Raises UserError with file and line.
+    """The turns of a reply file. Raises UserError with file and line.
 
     .jsonl: each line is a text, or an object with `content` and `tool_calls` (each `name` and `arguments`). Any other
     file is text, with a line `---` between turns and calls as `/name {...}` lines.

@@ -45,7 +45,7 @@ class Choice:
 
 
 def try_env(recipe: "Recipe", choice: Choice) -> int:
-    """Return the exit code: 1 if the task was not played to its end."""
+    """The exit code: 1 if the task was not played to its end."""
     from agentrl.plugins.registry import make_environment
     from agentrl.rollout.event_loop import run
 
@@ -103,7 +103,7 @@ async def _try(
 
 
 async def _holder(recipe: "Recipe", stack: AsyncExitStack) -> "Holder | None":
-    """Return the recipe's agent at a gateway of its own; None: the built-in driver plays."""
+    """The recipe's agent at a gateway of its own; None: the built-in driver plays."""
     from agentrl.plugins.agent import make_agent
     from agentrl.rollout.player import gateway_of
     from agentrl.testing.play import Holder
@@ -156,7 +156,7 @@ class Watched:
 
 
 def _task(env: "Environment", split: str, which: str) -> "Task":
-    """Return a task by its number in the split or by its id. Raises UserError."""
+    """A task by its number in the split or by its id. Raises UserError."""
     from agentrl.plugins.registry import tasks_of
 
     splits = ("train", *env.splits)

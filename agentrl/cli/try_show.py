@@ -47,7 +47,7 @@ class Images:
 
 
 def image_line(file: Path) -> str:
-    """Return a line about the file of an image of the store: its size, and where it lies."""
+    """A line about the file of an image of the store: its size, and where it lies."""
     from PIL import Image
 
     with Image.open(file) as image:
@@ -167,7 +167,7 @@ class Narrator:
 
 
 def rewards_line(trajectory: "Trajectory") -> str:
-    """Return the reward and its parts, such as `reward 1.05: answer 1, step 0.1 x 0.5`."""
+    """The reward and its parts, such as `reward 1.05: answer 1, step 0.1 x 0.5`."""
     parts = []
     for name, value in trajectory.rewards.items():
         weight = trajectory.weights.get(name, 1.0)

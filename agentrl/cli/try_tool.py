@@ -10,7 +10,7 @@ from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:
     from agentrl.plugins.tool import Tool
-    from agentrl.recipe.schema import ToolSection
+    from agentrl.recipe.sections.env import ToolSection
 
 FAILED = 1
 
@@ -25,8 +25,8 @@ def try_tool(
     images: str | None,
     seed: int,
 ) -> int:
-    """Return the exit code: 1 if a call was answered by an error."""
-    from agentrl.recipe.schema import ToolSection
+    """The exit code: 1 if a call was answered by an error."""
+    from agentrl.recipe.sections.env import ToolSection
     from agentrl.rollout.event_loop import run
 
     arguments = [_arguments(text, i) for i, text in enumerate(calls, 1)]
@@ -70,7 +70,7 @@ async def _try(
 
 
 def _choose(tools: "Sequence[Tool]", name: str, chosen: str | None, narrator: Narrator, called: bool) -> "Tool | None":
-    """Return the tool to call; None if the tools of its source were listed instead."""
+    """The tool to call; None if the tools of its source were listed instead."""
     from agentrl.plugins.schema import outline
 
     names = [tool.name for tool in tools]

@@ -47,7 +47,7 @@ def why_command(
 
 
 def _chosen(run: Path, splits: list[str], step: int | None) -> "list[tuple[Stored, Stored | None]]":
-    """Return what to look at: of each split the file of this step or of the last one, and that of the first."""
+    """What to look at: of each split the file of this step or of the last one, and that of the first."""
     from agentrl.checkpoint.run_folder import TRAJECTORIES
     from agentrl.rollout.trajectory_file import TRAIN, stored_files
 
@@ -77,7 +77,7 @@ def _some(stored: "list[Stored]") -> str:
 
 
 def _pieces(run: Path) -> "Callable[[int], str] | None":
-    """Return the text of each token by the run's tokenizer; None where it has none."""
+    """The text of each token by the run's tokenizer; None where it has none."""
     from agentrl.cli.show import _tokenizer
 
     try:

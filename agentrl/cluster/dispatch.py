@@ -27,10 +27,10 @@ class Shape:
 
 
 Scatter = Callable[[Shape, tuple[object, ...], dict[str, object]], tuple[list[Arguments | None], Any]]
-"""Return the arguments of each rank (None: not called), and a context for `Gather`. An object that several ranks share
+"""The arguments of each rank (None: not called), and a context for `Gather`. An object that several ranks share
 is sent once."""
 Gather = Callable[[Shape, list[object], Any], Any]
-"""Return the result, from one output a rank (None for ranks not called) and the context of `Scatter`."""
+"""The result, from one output a rank (None for ranks not called) and the context of `Scatter`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def register(dispatch: "Dispatch | None" = None, *, blocking: bool = True) -> Ca
 
 
 def registered(worker_class: type) -> dict[str, tuple[Dispatch, bool]]:
-    """Return the marked methods of a class and its bases: name -> (dispatch, blocking). A method that is overridden
+    """The marked methods of a class and its bases: name -> (dispatch, blocking). A method that is overridden
     without a mark keeps that of its base."""
     found: dict[str, tuple[Dispatch, bool]] = {}
     for base in reversed(worker_class.__mro__):

@@ -17,7 +17,7 @@ class WorkerLost(ClusterError):  # noqa: N818 - what happened reads better than 
 
 
 def tail(path: Path, lines: int = 20, since: int = 0) -> list[str]:
-    """Return the last `lines` lines that are not empty, from byte `since` on; none if the file does not exist."""
+    """The last `lines` lines that are not empty, from byte `since` on; none if the file does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(max(since, file.seek(0, 2) - TAIL_BYTES))

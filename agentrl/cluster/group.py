@@ -150,7 +150,7 @@ class WorkerGroup:
         raise self._lost or ClusterError(f"the group {self.name!r} was closed")
 
     def collect(self, method: str, refs: dict[Any, int], timeout: float | None = None) -> list[Any]:
-        """Return the outputs by rank, None for ranks that were not called. timeout: seconds, in place of the group's.
+        """The outputs by rank, None for ranks that were not called. timeout: seconds, in place of the group's.
         Raises as `Future.result` does."""
         timeout = self.timeout if timeout is None else timeout
         outputs: list[Any] = [None] * self.shape.workers
@@ -244,7 +244,7 @@ class WorkerGroup:
         return rank, answer
 
     def _running(self, rank: int) -> str | None:
-        """Return the call in which a dead worker ended: its oldest without an answer, from whichever thread."""
+        """The call in which a dead worker ended: its oldest without an answer, from whichever thread."""
         import ray
 
         with self._sending:
@@ -257,7 +257,7 @@ class WorkerGroup:
         return None
 
     def _raised(self, method: str, failures: dict[int, Failure], complete: bool) -> Exception:
-        """Return the error for the caller when some ranks failed. If others gave no answer, the group ends."""
+        """The error for the caller when some ranks failed. If others gave no answer, the group ends."""
         rank = min(failures, key=lambda rank: _PRECEDENCE[failures[rank].kind])  # the first of equals
         worker, failure = self._references[rank], failures[rank]
         if not complete:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from agentrl.cluster.dispatch import Arguments
 from agentrl.cluster.worker import HEARTBEAT, heartbeat_file
 from agentrl.errors import UserError
+from agentrl.secrets import masked_text, remember, without_known
 
 _SIOCGIFADDR = 0x8915
 STACKS = signal.SIGUSR1
@@ -83,6 +84,8 @@ class Start:
     """Path of the log, on the worker's machine."""
     worker: bytes
     """Pickled (class, args, kwargs): opened only once the environment stands, since libraries read it on import."""
+    secrets: tuple[str, ...]
+    """What its log must not hold."""
 
 
 class Host:
@@ -106,6 +109,7 @@ class Host:
 
     def start(self, start: Start) -> Answer:
         """Construct the worker. The value is the size of its log in bytes before it wrote anything."""
+        remember(start.secrets)
         since = _write_to(Path(start.log))
         os.environ.update(start.environment)
         os.environ[HEARTBEAT] = str(heartbeat_file(Path(start.log)).absolute())
@@ -143,14 +147,14 @@ def _answer(work: Callable[[], object]) -> Answer:
 
 
 def _failure(error: Exception) -> Failure:
-    trace = "".join(traceback.format_exception(error))
+    trace = masked_text("".join(traceback.format_exception(error)))
     print(trace, file=sys.stderr, flush=True)
     kind: Literal["user", "memory", "error"] = "error"
     if isinstance(error, UserError):
         kind = "user"
     elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate" in str(error):
         kind = "memory"
-    line = (str(error).strip().splitlines() or [""])[0]
+    line = (masked_text(str(error)).strip().splitlines() or [""])[0]
     return Failure(kind, line if kind == "user" else f"{type(error).__name__}: {line}", trace, _pickled(error))
 
 
@@ -187,13 +191,21 @@ class _LossyFile(io.FileIO):
             return len(data)
 
 
+class _Lines(io.TextIOWrapper):
+    """Text without secrets."""
+
+    def write(self, text: str, /) -> int:
+        super().write(without_known(text))
+        return len(text)
+
+
 def _lines(number: int) -> io.TextIOWrapper:
     raw = _LossyFile(number, "w", closefd=False)
-    return io.TextIOWrapper(io.BufferedWriter(raw), errors="replace", line_buffering=True)
+    return _Lines(io.BufferedWriter(raw), errors="replace", line_buffering=True)
 
 
 def oom_kills() -> int:
-    """Return how many processes the kernel has killed for memory, in this container or else on this machine."""
+    """How many processes the kernel has killed for memory, in this container or else on this machine."""
     for counters in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
         try:
             counted = dict(line.split() for line in counters.read_text().splitlines())
@@ -205,7 +217,7 @@ def oom_kills() -> int:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of this machine's network interface that has an IPv4 address; empty: none, or not known here."""
+    """The name of this machine's network interface that has an IPv4 address; empty: none, or not known here."""
     if sys.platform != "linux":
         return ""
     import fcntl

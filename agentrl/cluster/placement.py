@@ -78,7 +78,7 @@ class Placement:
     """Whether the engine gives its memory back while the trainer works, and so may have the same devices."""
 
     def devices(self, kind: Kind) -> tuple[int, ...]:
-        """Return the devices of this machine that parts of a kind get, in order."""
+        """The devices of this machine that parts of a kind get, in order."""
         return tuple(sorted({d for row in self.rows if row.kind == kind and row.node == HERE for d in row.devices}))
 
     @property
@@ -115,7 +115,7 @@ class Placement:
 
 
 def named(devices: Sequence[int]) -> str:
-    """Return devices in words, such as `GPUs 0-3` or `GPU 5`."""
+    """Devices in words, such as `GPUs 0-3` or `GPU 5`."""
     runs: list[list[int]] = []
     for device in sorted(devices):
         if runs and device == runs[-1][-1] + 1:
@@ -127,14 +127,14 @@ def named(devices: Sequence[int]) -> str:
 
 
 def visible() -> list[str] | None:
-    """Return the names of the GPUs that this process is shown, by number (CUDA_VISIBLE_DEVICES); None: all there are,
+    """The names of the GPUs that this process is shown, by number (CUDA_VISIBLE_DEVICES); None: all there are,
     named by their numbers."""
     shown = os.environ.get(VISIBLE)
     return None if shown is None else [name for name in shown.split(",") if name]
 
 
 def names_of(devices: Sequence[int]) -> list[str]:
-    """Return the names by which CUDA_VISIBLE_DEVICES and Ray know these devices."""
+    """The names by which CUDA_VISIBLE_DEVICES and Ray know these devices."""
     shown = visible()
     return [shown[d] if shown is not None and d < len(shown) else str(d) for d in devices]
 
@@ -142,7 +142,7 @@ def names_of(devices: Sequence[int]) -> list[str]:
 def place(
     recipe: Recipe, launched: Launched, here: int, *, expected: Expected = Expected(), member: bool = False
 ) -> Placement:
-    """Return the table of a run on this machine with `here` visible GPUs; what it lacks is told by `lacking`.
+    """The table of a run on this machine with `here` visible GPUs; what it lacks is told by `lacking`.
 
     The trainer gets the lowest devices, the actor's group first; the engine the next ones, or the same
     with `engine.sleep`. A device that the recipe names (`model.device`, the flag `base-gpu-id`) goes to the part that
@@ -170,7 +170,7 @@ def place(
 
 
 def _own_device(recipe: Recipe, here: int) -> int | None:
-    """Return the GPU that `model.device` stands for in this process; None: it computes on the CPU."""
+    """The GPU that `model.device` stands for in this process; None: it computes on the CPU."""
     kind, _, number = recipe.model.device.partition(":")
     if kind == "auto":
         return 0 if here else None
@@ -178,7 +178,7 @@ def _own_device(recipe: Recipe, here: int) -> int | None:
 
 
 def _groups(recipe: Recipe, expected: Expected) -> list[tuple[str, int, int | None]]:
-    """Return (roles, workers, memory) of each group of workers: the actor's, then those apart."""
+    """(roles, workers, memory) of each group of workers: the actor's, then those apart."""
     cluster, roles = recipe.cluster, list(recipe.roles)
     apart = [(", ".join(pool.roles), pool.workers) for pool in cluster.pools]
     roles = [role for role in roles if all(role not in pool.roles for pool in cluster.pools)]
@@ -187,7 +187,7 @@ def _groups(recipe: Recipe, expected: Expected) -> list[tuple[str, int, int | No
 
 
 def _workers(recipe: Recipe, expected: Expected, reserved: set[int], at_home: bool) -> list[Row]:
-    """Return the rows of workers with a GPU each. Of a cluster that runs already, Ray chooses the machine of groups
+    """The rows of workers with a GPU each. Of a cluster that runs already, Ray chooses the machine of groups
     apart, and of all where this machine is not part of it."""
     (part, size, memory), *pools = _groups(recipe, expected)
     cluster, taken = recipe.cluster, set(reserved)
@@ -209,7 +209,7 @@ def _workers(recipe: Recipe, expected: Expected, reserved: set[int], at_home: bo
 
 
 def _servers(recipe: Recipe, launched: Launched, here: int, taken: set[int]) -> list[Row]:
-    """Return the rows of launched servers. Without a GPU on this machine they run on CPUs, unless the recipe trains on
+    """The rows of launched servers. Without a GPU on this machine they run on CPUs, unless the recipe trains on
     GPUs: then they lack them."""
     on_gpus = here > 0 or recipe.cluster.gpus > 0 or recipe.model.device.startswith("cuda")
     rows, ranks = [], launched.ranks
@@ -230,10 +230,10 @@ def _servers(recipe: Recipe, launched: Launched, here: int, taken: set[int]) -> 
 
 
 def _lowest(taken: Collection[int], count: int) -> tuple[int, ...]:
-    """Return the lowest devices that are free."""
+    """The lowest devices that are free."""
     return tuple(islice((device for device in count_from() if device not in taken), count))
 
 
 def _free(taken: set[int], count: int) -> int:
-    """Return the lowest device from which on so many neighbours are free."""
+    """The lowest device from which on so many neighbours are free."""
     return next(i for i in count_from() if taken.isdisjoint(range(i, i + count)))

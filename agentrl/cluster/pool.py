@@ -96,7 +96,7 @@ class ResourcePool:
         self.release()
 
     def needs(self, workers: int = 1) -> Resources:
-        """Return the resources that `workers` workers take of one node."""
+        """The resources that `workers` workers take of one node."""
         return {"CPU": float(workers), **({"GPU": float(workers * self._each)} if self.gpu else {})}
 
     def release(self) -> None:
@@ -120,7 +120,7 @@ class ResourcePool:
         self._group = None
 
     def place(self, node: int) -> dict[str, Any]:
-        """Return Ray's options for an actor on the pool's node number `node`."""
+        """Ray's options for an actor on the pool's node number `node`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if self._held is None:
@@ -150,7 +150,7 @@ class ResourcePool:
             raise ClusterError(f"Ray did not set {self._needed()} aside within {timeout:.0f} seconds; see `ray status`")
 
     def _first(self) -> Resources:
-        """Return the resources that are reserved on the controller's machine: with those of the engine, so that nobody
+        """The resources that are reserved on the controller's machine: with those of the engine, so that nobody
         else takes them, and its name, so that the first bundle lies there."""
         assert self._home is not None
         needs = self.needs(self.by_node[0])
@@ -173,7 +173,7 @@ class ResourcePool:
             )
 
     def _fits(self, has: Callable[[Node], Resources], nodes: list[Node]) -> bool:
-        """Return whether these nodes have what is needed."""
+        """Whether these nodes have what is needed."""
         by_node = self.by_node
         if self._home is not None and self._home.here:
             first = [node for node in nodes if node.address == self._home.address]
@@ -183,11 +183,11 @@ class ResourcePool:
         return fits(by_node, [self._places(has(node)) for node in nodes])
 
     def _places(self, resources: Resources) -> int:
-        """Return how many workers a node can hold."""
+        """How many workers a node can hold."""
         return int(min(resources.get(name, 0.0) / amount for name, amount in self.needs().items()))
 
     def _nodes(self) -> list[Node]:
-        """Return the machines that workers may lie on."""
+        """The machines that workers may lie on."""
         return [node for node in cluster_nodes() if node.id != self._not_on]
 
     def _check(self, has: Callable[[Node], Resources], word: str) -> None:
@@ -210,19 +210,19 @@ class ResourcePool:
 
 
 def spread(workers: int, nodes: int) -> list[int]:
-    """Return the number of workers on each node."""
+    """The number of workers on each node."""
     return [workers // nodes + (node < workers % nodes) for node in range(nodes)]
 
 
 def fits(by_node: list[int], places: list[int]) -> bool:
-    """Return whether each number of workers fits on a node of its own. places: the slots of each node."""
+    """Whether each number of workers fits on a node of its own. places: the slots of each node."""
     return len(by_node) <= len(places) and all(
         need <= has for need, has in zip(sorted(by_node, reverse=True), sorted(places, reverse=True), strict=False)
     )
 
 
 def cluster_nodes() -> list[Node]:
-    """Return the machines that are alive."""
+    """The machines that are alive."""
     import ray
     from ray._private.state import available_resources_per_node
 
@@ -235,14 +235,14 @@ def cluster_nodes() -> list[Node]:
 
 
 def own_address() -> str:
-    """Return this machine's address, as Ray knows it."""
+    """This machine's address, as Ray knows it."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def own_id() -> str:
-    """Return Ray's name of this machine."""
+    """Ray's name of this machine."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

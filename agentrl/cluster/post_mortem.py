@@ -86,7 +86,7 @@ class PostMortem:
 
 
 def worker_died(worker: WorkerReference, method: str, cause: str) -> WorkerLost:
-    """Return the error for a process that ended in or before the call of `method`."""
+    """The error for a process that ended in or before the call of `method`."""
     post_mortem = examine([worker])[0]
     if post_mortem is None:
         return WorkerLost(f"{worker} died in {method!r}: {cause}, and its machine does not answer")
@@ -102,7 +102,7 @@ def worker_died(worker: WorkerReference, method: str, cause: str) -> WorkerLost:
 
 
 def worker_hung(workers: list[WorkerReference], method: str, seconds: float) -> WorkerLost:
-    """Return the error for ranks that did not answer in time, with the stacks of some: first of those that wait for no
+    """The error for ranks that did not answer in time, with the stacks of some: first of those that wait for no
     other rank."""
     examined = zip(workers, examine(workers, ask=True), strict=True)
     stacks = sorted(((worker, found) for worker, found in examined if found and found.stack), key=lambda s: s[1].waits)
@@ -116,7 +116,7 @@ def worker_hung(workers: list[WorkerReference], method: str, seconds: float) -> 
 
 
 def worker_raised(worker: WorkerReference, method: str, failure: Failure, advice: str) -> Exception:
-    """Return the error that a worker raised, as the controller raises it: a UserError unchanged, memory as a
+    """The error that a worker raised, as the controller raises it: a UserError unchanged, memory as a
     ClusterError, any other error with the worker's traceback as a note."""
     if failure.kind == "memory":
         return ClusterError(f"{worker} ran out of memory in {method!r} ({failure.line}); {advice}")
@@ -130,7 +130,7 @@ def worker_raised(worker: WorkerReference, method: str, failure: Failure, advice
 
 
 def cause_of_death(error: Exception) -> str:
-    """Return Ray's reason why a process is gone, in a line."""
+    """Ray's reason why a process is gone, in a line."""
     text = str(error)
     if "running low on memory" in text or type(error).__name__ == "OutOfMemoryError":
         return "Ray ended it, because its machine ran low on memory"
@@ -151,14 +151,14 @@ def examine(workers: list[WorkerReference], ask: bool = False) -> list[PostMorte
 
 
 def silence(workers: list[WorkerReference]) -> float:
-    """Return for how many seconds the worker that has been silent the longest has given no sign of progress (see
+    """For how many seconds the worker that has been silent the longest has given no sign of progress (see
     `Worker.heartbeat`); infinity where one has never given any, or its machine does not answer."""
     found = _on_machines(workers, silence_here)
     return max((math.inf if seconds is None else seconds for seconds in found), default=math.inf)
 
 
 def silence_here(workers: list[WorkerReference]) -> list[float]:
-    """Return the seconds of each worker of this machine since its last sign of progress."""
+    """The seconds of each worker of this machine since its last sign of progress."""
     return [time.time() - at if (at := last_heartbeat(worker.log)) is not None else math.inf for worker in workers]
 
 
@@ -220,7 +220,7 @@ def _post_mortem(log: list[str], stacks: list[str], alive: bool) -> PostMortem:
 
 
 def _alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -228,7 +228,7 @@ def _alive(pid: int) -> bool:
 
 
 def last_stack(lines: list[str], thread: str = "") -> list[str]:
-    """Return the frames of the last thread in lines with dumps of faulthandler: the main one, which comes last in a
+    """The frames of the last thread in lines with dumps of faulthandler: the main one, which comes last in a
     dump. thread: the beginning of its line, if another is meant."""
     starts = [
         index

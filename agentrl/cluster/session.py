@@ -93,12 +93,12 @@ class Session:
 
     @classmethod
     def current(cls) -> "Session | None":
-        """Return the session of this process, if it has one that runs."""
+        """The session of this process, if it has one that runs."""
         return cls._current if cls.reachable() else None
 
     @classmethod
     def reachable(cls) -> bool:
-        """Return whether this process is connected to a Ray that runs."""
+        """Whether this process is connected to a Ray that runs."""
         import ray
 
         return ray.is_initialized() and (cls._current is None or cls._current.alive)
@@ -153,7 +153,7 @@ class Session:
 
 
 def object_store_bytes() -> int:
-    """Return the size of the object store in this machine's shared memory, in bytes. Raises ClusterError if that is too
+    """The size of the object store in this machine's shared memory, in bytes. Raises ClusterError if that is too
     little."""
     shared = Path("/dev/shm")
     free = shutil.disk_usage(shared if shared.is_dir() else tempfile.gettempdir()).free
@@ -189,7 +189,7 @@ def _new_folder() -> Path:
 
 
 def _arguments(cpus: int | None, gpus: int | None, object_store: int) -> list[str]:
-    """Return what `ray start` is told of this machine's resources."""
+    """What `ray start` is told of this machine's resources."""
     arguments = [f"--object-store-memory={object_store}"]
     arguments += [f"--num-cpus={cpus}"] if cpus is not None else []
     arguments += [f"--num-gpus={gpus}"] if gpus is not None else []
@@ -217,7 +217,7 @@ def _check() -> None:
 
 
 def reach(address: str) -> str:
-    """Return the HOST:PORT that `cluster.address` stands for, once something answers there. Raises ClusterError: Ray
+    """The HOST:PORT that `cluster.address` stands for, once something answers there. Raises ClusterError: Ray
     itself would try for minutes, and print each try."""
     named = _find() if address == "auto" else address
     host, _, port = named.rpartition(":")
@@ -237,7 +237,7 @@ def reach(address: str) -> str:
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
-    """Return whether the peer answers as gRPC servers do: with a frame of settings (RFC 9113, 3.4 and 6.5)."""
+    """Whether the peer answers as gRPC servers do: with a frame of settings (RFC 9113, 3.4 and 6.5)."""
     connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
     frame = b""
     while len(frame) < 9 and (more := connection.recv(9 - len(frame))):
@@ -246,7 +246,7 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 
 def _find() -> str:
-    """Return the address that `auto` stands for: RAY_ADDRESS, or the cluster of this machine, by Ray's own rules."""
+    """The address that `auto` stands for: RAY_ADDRESS, or the cluster of this machine, by Ray's own rules."""
     if (named := os.environ.get("RAY_ADDRESS", "").strip()) not in ("", "auto"):
         return named
     from ray._private.services import get_ray_address_from_environment
@@ -312,5 +312,5 @@ def _our_signals() -> Iterator[None]:
 
 
 def _reason(lines: list[str]) -> str:
-    """Return the last line that is not empty."""
+    """The last line that is not empty."""
     return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

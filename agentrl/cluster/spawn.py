@@ -12,6 +12,7 @@ from agentrl.cluster.host import Host, ProcessInfo, Start
 from agentrl.cluster.pool import ResourcePool
 from agentrl.cluster.post_mortem import cause_of_death
 from agentrl.cluster.worker import NODE
+from agentrl.secrets import known
 
 SPAWN_SECONDS = 180.0
 """Time for the processes to start; their workers load their models after it."""
@@ -20,7 +21,7 @@ FORWARDED = ("NCCL_", "GLOO_", "TORCH", "PYTORCH_", "HF_", "TRANSFORMERS_", "TOK
 
 
 def spawn(pool: ResourcePool) -> list[Any]:
-    """Return the actors, by rank: node by node."""
+    """The actors, by rank: node by node."""
     import ray
 
     host = ray.remote(Host)
@@ -62,16 +63,16 @@ def pickled(worker_class: type, args: tuple[object, ...], kwargs: dict[str, obje
 def starts(
     processes: list[ProcessInfo], by_node: list[int], worker: bytes, logs: Path, group: str, *, gpu: bool = False
 ) -> list[Start]:
-    """Return the `Start` of each rank. gpu: Ray gave each rank a GPU of its own."""
+    """The `Start` of each rank. gpu: Ray gave each rank a GPU of its own."""
     folder = os.getcwd()
     return [
-        Start(environment, folder, list(sys.path), str(logs.absolute() / f"{group}_{rank}.log"), worker)
+        Start(environment, folder, list(sys.path), str(logs.absolute() / f"{group}_{rank}.log"), worker, known())
         for rank, environment in enumerate(environments(processes, by_node, gpu))
     ]
 
 
 def environments(processes: list[ProcessInfo], by_node: list[int], gpu: bool) -> list[dict[str, str]]:
-    """Return the environment of each rank: what torchrun sets, and otherwise the user's own choice, if any."""
+    """The environment of each rank: what torchrun sets, and otherwise the user's own choice, if any."""
     forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
     if len(by_node) == 1:  # else gloo looks for the interface of the machine's name, which may be anything
         forwarded.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -88,7 +89,7 @@ def environments(processes: list[ProcessInfo], by_node: list[int], gpu: bool) ->
 
 
 def _interfaces(process: ProcessInfo, apart: bool) -> dict[str, str]:
-    """Return the variables that name the interface by which the other machines reach this one, where there are others:
+    """The variables that name the interface by which the other machines reach this one, where there are others:
     gloo would take that of the machine's name, which Ubuntu gives a loopback address."""
     if not apart or not process.interface:
         return {}

@@ -17,12 +17,12 @@ COLLECTIVE_FACTOR = 2.0
 
 
 def heartbeat_file(log: Path) -> Path:
-    """Return the file beside a worker's log whose time of change is that of the worker's last sign of progress."""
+    """The file beside a worker's log whose time of change is that of the worker's last sign of progress."""
     return log.with_suffix(".heartbeat")
 
 
 def last_heartbeat(log: Path) -> float | None:
-    """Return when the worker with that log last gave a sign of progress, by the clock of its machine; None: never."""
+    """When the worker with that log last gave a sign of progress, by the clock of its machine; None: never."""
     try:
         return heartbeat_file(log).stat().st_mtime
     except OSError:

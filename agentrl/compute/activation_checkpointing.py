@@ -25,7 +25,7 @@ def recompute(model: Any, offload: bool = False) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the layers that are recomputed, and sharded, one at a time: the modules that transformers must not split,
+    """The layers that are recomputed, and sharded, one at a time: the modules that transformers must not split,
     else its `longest_list`."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     found = [m for m in model.modules() if type(m).__name__ in kinds and not _has_table(m)]
@@ -33,7 +33,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_table(module: nn.Module) -> bool:
-    """Return whether the module holds embeddings, which may be tied to the output layer, outside of all blocks."""
+    """Whether the module holds embeddings, which may be tied to the output layer, outside of all blocks."""
     return any(isinstance(inner, nn.Embedding) for inner in module.modules())
 
 

@@ -16,6 +16,8 @@ Array = npt.NDArray[Any]
 
 KEYED = "keyed_ids"
 """The token column of a batch with images that is computed in place of `ids`."""
+ALLOWED = "allowed"
+"""The token column of a batch with tokens that were sampled under a constraint: `constraint.Allowed`."""
 COST = "cost"
 """The token column by which workers and micro-batches are evened, int32; without it each token costs as much."""
 SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)
@@ -35,10 +37,12 @@ class Batch:
     offsets: npt.NDArray[np.int64]
     """int64 [S + 1]: where each sample begins, and the end of the last."""
     tokens: Mapping[str, Array]
-    """Columns [T] by name: `ids` int32, `loss_mask` uint8 and `logprobs` float32 (the engine's, 0 where not sampled);
-    added later: `advantages`, `old_logprobs`, `reference_logprobs`, `values` and others, float32. Of rollouts that
-    branched also `began` int32, which orders a rollout's tokens by when they were sampled. Where there are images
-    `keyed_ids` int64: `ids` whose placeholders say their image (`images.keyed`)."""
+    """Columns [T] by name: `ids` int32, `loss_mask` uint8 and `logprobs` float32 (the engine's, 0 where not sampled; of
+    a token that several paths share, on each of them); added later: `advantages`, `old_logprobs`, `reference_logprobs`,
+    `values` and others, float32. Of rollouts that branched also `began` int32, which orders a rollout's tokens by when
+    they were sampled. Where there are images `keyed_ids` int64: `ids` whose placeholders say their image
+    (`images.keyed`). Where tokens were sampled under a constraint `allowed` object: which ids were allowed there
+    (`constraint.Allowed`)."""
     samples: Mapping[str, Array]
     """Columns [S] by name: `prompt_length` int32, `group` int64 (equal for samples of one task) and `reward` float32.
     Of rollouts that branched also `rollout` int64, equal for the paths of one."""
@@ -56,6 +60,7 @@ class Batch:
         return cls(
             offsets=_offsets(lengths),
             tokens=_keyed(trajectories, [slice(None)] * len(trajectories))
+            | _allowed(trajectories, [slice(None)] * len(trajectories))
             | {
                 "ids": _concatenate([t.ids for t in trajectories], np.int32),
                 "loss_mask": _concatenate([t.loss_mask for t in trajectories], np.uint8),
@@ -71,7 +76,7 @@ class Batch:
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group]) -> "Batch":
-        """Return the valid trajectories of all groups, in order; the sample column `group` is the index into
+        """The valid trajectories of all groups, in order; the sample column `group` is the index into
         `groups`."""
         pairs = [(trajectory, index) for index, group in enumerate(groups) for trajectory in group.trajectories]
         return cls.from_trajectories([t for t, _ in pairs], [index for _, index in pairs])
@@ -100,7 +105,7 @@ class Batch:
         return np.cumsum(np.concatenate([[0], named[1:] != named[:-1]])[: len(named)])
 
     def span(self, sample: int) -> slice:
-        """Return the slice of a sample's tokens in the token columns."""
+        """The slice of a sample's tokens in the token columns."""
         return slice(int(self.offsets[sample]), int(self.offsets[sample + 1]))
 
     def spread(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -109,17 +114,17 @@ class Batch:
         return spread.astype(np.float32)
 
     def with_tokens(self, **columns: Array) -> "Batch":
-        """Return the batch with further (or replaced) token columns [T]."""
+        """The batch with further (or replaced) token columns [T]."""
         self._check(columns, int(self.offsets[-1]))
         return replace(self, tokens={**self.tokens, **columns})
 
     def with_samples(self, **columns: Array) -> "Batch":
-        """Return the batch with further (or replaced) sample columns [S]."""
+        """The batch with further (or replaced) sample columns [S]."""
         self._check(columns, len(self))
         return replace(self, samples={**self.samples, **columns})
 
     def select(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> "Batch":
-        """Return the samples at `indices`, in that order; an index may occur twice."""
+        """The samples at `indices`, in that order; an index may occur twice."""
         chosen = np.asarray(indices, np.int64)
         positions = self.positions(chosen)
         return Batch(
@@ -129,7 +134,7 @@ class Batch:
         )
 
     def positions(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the indices in the token columns of the tokens of these samples, one sample after the other, int64."""
+        """The indices in the token columns of the tokens of these samples, one sample after the other, int64."""
         lengths = self.lengths[indices]
         offsets = _offsets(lengths)
         positions: npt.NDArray[np.int64] = np.arange(offsets[-1]) + np.repeat(
@@ -156,7 +161,7 @@ class Batch:
         return Partition([self.select(indices) for indices in chosen], np.concatenate(chosen))
 
     def with_image_cost(self, features: float) -> "Batch":
-        """Return the batch with the column `cost`, in sixteenths of a token, if it holds images: a placeholder costs
+        """The batch with the column `cost`, in sixteenths of a token, if it holds images: a placeholder costs
         `features` tokens more than another token."""
         if KEYED not in self.tokens or COST in self.tokens or not features:
             return self
@@ -165,7 +170,7 @@ class Batch:
         )
 
     def costing(self, trees: list[PrefixTree]) -> list[PrefixTree]:
-        """Return the trees with costs in place of tokens, themselves where each token costs as much."""
+        """The trees with costs in place of tokens, themselves where each token costs as much."""
         if COST not in self.tokens:
             return trees
         before = _offsets(self.tokens[COST])
@@ -178,7 +183,7 @@ class Batch:
         ]
 
     def undivided(self, owner: Ints) -> Ints:
-        """Return `owner`, int64 [S], the part of each sample, with all paths of a rollout in the part that has most of
+        """`owner`, int64 [S], the part of each sample, with all paths of a rollout in the part that has most of
         its tokens: a loss may compare a rollout's tokens as a whole."""
         if "rollout" not in self.samples or not len(self):
             return owner
@@ -188,19 +193,19 @@ class Batch:
         return np.where(there, tokens.argmax(1)[rollouts], owner)
 
     def split(self, parts: int) -> "list[Batch]":
-        """Return `parts` runs of consecutive rollouts whose counts differ by at most one; some may be empty."""
+        """`parts` runs of consecutive rollouts whose counts differ by at most one; some may be empty."""
         starts = np.append(np.flatnonzero(np.diff(self.rollouts, prepend=-1)), len(self))
         count = len(starts) - 1
         bounds = [int(starts[count * i // parts]) for i in range(parts + 1)]
         return [self.select(np.arange(low, high)) for low, high in pairwise(bounds)]
 
     def repeat(self, times: int) -> "Batch":
-        """Return every sample `times` times, the copies next to each other."""
+        """Every sample `times` times, the copies next to each other."""
         return self.select(np.repeat(np.arange(len(self)), times))
 
     @staticmethod
     def concat(batches: "Sequence[Batch]") -> "Batch":
-        """Return all samples in order. Groups keep their numbers, so that equal numbers become one group.
+        """All samples in order. Groups keep their numbers, so that equal numbers become one group.
 
         Raises ValueError if the batches have different columns.
         """
@@ -221,7 +226,7 @@ class Batch:
 
 
 def _from_trees(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:
-    """Return the paths of the trajectories. Of each, those that train a token; one at least, for its reward."""
+    """The paths of the trajectories. Of each, those that train a token; one at least, for its reward."""
     paths: list[Ints] = []
     masks: list[Array] = []
     owners: list[int] = []
@@ -242,12 +247,11 @@ def _from_trees(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Ba
     return Batch(
         offsets=_offsets(np.array([len(path) for path in paths], np.int64)),
         tokens=_keyed(whole, paths)
+        | _allowed(whole, paths)
         | {
             "ids": _concatenate([t.ids[path] for t, path in zip(whole, paths, strict=True)], np.int32),
             "loss_mask": _concatenate(masks, np.uint8),
-            "logprobs": _concatenate(
-                [t.logprobs[p] * m for t, p, m in zip(whole, paths, masks, strict=True)], np.float32
-            ),
+            "logprobs": _concatenate([t.logprobs[path] for t, path in zip(whole, paths, strict=True)], np.float32),
             "began": _concatenate(paths, np.int32),
         },
         samples={
@@ -260,15 +264,26 @@ def _from_trees(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Ba
 
 
 def _keyed(trajectories: Sequence[Trajectory], paths: Sequence[Any]) -> dict[str, Array]:
-    """Return the column `keyed_ids` of these paths of the trajectories, where there are images."""
+    """The column `keyed_ids` of these paths of the trajectories, where there are images."""
     if not any(t.images for t in trajectories):
         return {}
     rows = [keyed(t.ids, t.images)[path] for t, path in zip(trajectories, paths, strict=True)]
     return {KEYED: _concatenate(rows, np.int64)}
 
 
+def _allowed(trajectories: Sequence[Trajectory], paths: Sequence[Any]) -> dict[str, Array]:
+    """The column ALLOWED of these paths of the trajectories, where any token was sampled under a constraint."""
+    if all(t.allowed is None for t in trajectories):
+        return {}
+    rows = [
+        np.full(len(t.ids), None, object)[path] if t.allowed is None else t.allowed[path]
+        for t, path in zip(trajectories, paths, strict=True)
+    ]
+    return {ALLOWED: _concatenate(rows, np.object_)}
+
+
 def _first(mask: Array) -> int:
-    """Return the index of the first token that is set; the length where none is."""
+    """The index of the first token that is set; the length where none is."""
     return int(mask.argmax()) if mask.any() else len(mask)
 
 
@@ -499,7 +514,7 @@ def _exchanged(full: list[Piece], other: list[Piece], gap: float) -> bool:
 
 
 def packed_tokens(pieces: Sequence[Piece], trees: Sequence[PrefixTree]) -> int:
-    """Return the packed tokens of a part."""
+    """The packed tokens of a part."""
     by_tree: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_tree.setdefault(piece.tree, []).append(piece)

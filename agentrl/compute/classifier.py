@@ -21,7 +21,8 @@ from agentrl.errors import UserError
 from agentrl.models.image_input import image_input
 from agentrl.models.load import find_device, let_classify
 from agentrl.models.prove import disproof
-from agentrl.recipe.schema import ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import ModelSection
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -34,7 +35,7 @@ class ScoreForward(Protocol):
     """The classifier."""
 
     def __call__(self, packed: Packed) -> Tensor:
-        """Return one score for each prediction of the row, float32 [N]."""
+        """One score for each prediction of the row, float32 [N]."""
 
 
 class RewardModel:
@@ -60,7 +61,7 @@ class RewardModel:
         self._tokens = recipe.train.micro_batch_tokens
 
     def scores(self, batch: Batch) -> Floats:
-        """Return the score of each sample, float32 [S]. batch: from `scoring_batch`, with ids of the classifier's own
+        """The score of each sample, float32 [S]. batch: from `scoring_batch`, with ids of the classifier's own
         vocabulary."""
         marked = mark_ends(batch, self._pad)
         scores: Floats = token_column(marked, self._tokens, self.ranks, self.forward)
@@ -108,7 +109,7 @@ class SequenceScores:
 
 
 def scoring_batch(rows: Sequence[npt.NDArray[Any]], groups: Sequence[int]) -> Batch:
-    """Return a batch of sequences. rows: the ids of each, int32, at least one; int64 where images are among them, keyed
+    """A batch of sequences. rows: the ids of each, int32, at least one; int64 where images are among them, keyed
     (`images.keyed`). groups: the group of each; neighbours of one group may share a prefix."""
     lengths = np.array([len(row) for row in rows], np.int64)
     ends = np.cumsum(lengths)
@@ -124,7 +125,7 @@ def scoring_batch(rows: Sequence[npt.NDArray[Any]], groups: Sequence[int]) -> Ba
 
 
 def choose(model: Any) -> tuple[type[ModuleScores | SequenceScores], str]:
-    """Return the fastest implementation that is exact for `model`, and one line about it."""
+    """The fastest implementation that is exact for `model`, and one line about it."""
     packed, tolerance = probe_of(model), TOLERANCE.get(next(model.parameters()).dtype, 0.25)
     fast, slow = lambda: ModuleScores(model)(packed), lambda: SequenceScores(model)(packed)
     with torch.no_grad():
@@ -135,7 +136,7 @@ def choose(model: Any) -> tuple[type[ModuleScores | SequenceScores], str]:
 
 
 def probe_of(model: Any) -> Packed:
-    """Return a small packed row on which implementations are compared."""
+    """A small packed row on which implementations are compared."""
     rng = np.random.default_rng(0)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     opening = rng.integers(0, vocabulary, 5)
@@ -189,7 +190,7 @@ def classifier_skeleton(recipe: Recipe) -> Any:
 
 
 def classifier_config(path: str, section: ModelSection) -> Any:
-    """Return the transformers configuration of the classifier at `path`.
+    """The transformers configuration of the classifier at `path`.
 
     Raises UserError: no configuration there, an architecture that cannot classify, or more than one label.
     """
@@ -212,7 +213,7 @@ def classifier_config(path: str, section: ModelSection) -> Any:
 
 
 def classifier_folder(path: str) -> str:
-    """Return the argument of `from_pretrained` for `path`: an existing folder, or a hub name.
+    """The argument of `from_pretrained` for `path`: an existing folder, or a hub name.
 
     Raises UserError: `path` is neither, or the folder has no config.json.
     """
@@ -227,7 +228,7 @@ def classifier_folder(path: str) -> str:
 
 
 def _load_or_explain(path: str, what: str, load: Callable[[], object]) -> Any:
-    """Return `load()`. Raises UserError, one line, for any error of it: this is the boundary to files and to the
+    """`load()`. Raises UserError, one line, for any error of it: this is the boundary to files and to the
     hub."""
     from transformers.utils import logging
 
@@ -245,7 +246,7 @@ def _load_or_explain(path: str, what: str, load: Callable[[], object]) -> Any:
 
 
 def padding_of(config: Any) -> int | None:
-    """Return the padding id, which a classifier skips when it looks for the end of a sequence; None if it has none."""
+    """The padding id, which a classifier skips when it looks for the end of a sequence; None if it has none."""
     pad: int | None = config.get_text_config().pad_token_id
     return pad
 
@@ -262,6 +263,6 @@ def mark_ends(batch: Batch, pad: int | None) -> Batch:
 
 
 def last_real(ids: Ints, pad: int | None) -> int:
-    """Return the index of the last token of one sequence that is not padding, 0 where none is."""
+    """The index of the last token of one sequence that is not padding, 0 where none is."""
     real = np.flatnonzero(ids != pad) if pad is not None else np.arange(len(ids))
     return int(real[-1]) if len(real) else 0

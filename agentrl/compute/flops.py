@@ -104,12 +104,12 @@ class Cost:
         return self.tower / self.body if self.trained_tower else 0.0
 
     def forward(self, work: "Workload") -> float:
-        """Return the FLOPs of a forward pass."""
+        """The FLOPs of a forward pass."""
         kept = self.trained_body and not self.trained_tower
         return self._text(work) + (0.0 if kept else self._images(work))
 
     def update(self, work: "Workload") -> float:
-        """Return the FLOPs of a forward and backward pass. Frozen matrices have no gradient of their own."""
+        """The FLOPs of a forward and backward pass. Frozen matrices have no gradient of their own."""
         own = 2.0 * (self.trained_body * work.tokens + self.trained_head * work.predictions)
         found = 2 * self._text(work) + own + float(self.pair * work.pairs) + self._images(work)
         if not self.trained_tower:
@@ -136,32 +136,32 @@ class RoleCost:
 
 
 def costs(holder: Any) -> dict[str, Cost]:
-    """Return the cost of each role that is an attribute of `holder`, by name. A reference has no adapter."""
+    """The cost of each role that is an attribute of `holder`, by name. A reference has no adapter."""
     roles = {name: getattr(holder, name, None) for name in ROLES}
     return {name: Cost.of(role.model, name != "reference") for name, role in roles.items() if role is not None}
 
 
 def peak_together(roles: Iterable[RoleCost]) -> float | None:
-    """Return the peak FLOP/s of all devices together, each set once; None if one is not known."""
+    """The peak FLOP/s of all devices together, each set once; None if one is not known."""
     peaks = {role.devices: role.peak for role in roles}.values()
     return sum(peak for peak in peaks if peak is not None) if all(peaks) else None
 
 
 def _active(text: Any) -> float:
-    """Return the share of its experts that a token passes; 1 without experts."""
+    """The share of its experts that a token passes; 1 without experts."""
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     return text.num_experts_per_tok / experts if experts else 1.0
 
 
 def _patches(config: Any) -> int:
-    """Return the patches of an image that a feature is made of."""
+    """The patches of an image that a feature is made of."""
     vision = getattr(config, "vision_config", None)
     side = getattr(vision, "spatial_merge_size", None) or getattr(vision, "pooling_kernel_size", None) or 1
     return int(side) ** 2
 
 
 def _tower_pair(config: Any) -> int:
-    """Return the FLOPs of a vision tower's forward pass for one patch that attends to another."""
+    """The FLOPs of a vision tower's forward pass for one patch that attends to another."""
     vision = config.vision_config
     layers: Any = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", 0)
     everywhere = getattr(vision, "fullatt_block_indexes", None)
@@ -203,14 +203,14 @@ class Workload:
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, of: str = "train") -> dict[str, float]:
-    """Return the metrics <of>/tflops, teraFLOP/s of all devices, and <of>/mfu, their share of `peak` (FLOP/s; None: not
+    """The metrics <of>/tflops, teraFLOP/s of all devices, and <of>/mfu, their share of `peak` (FLOP/s; None: not
     known)."""
     found = {f"{of}/tflops": flops / seconds / TERA}
     return {**found, f"{of}/mfu": flops / seconds / peak} if peak else found
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of matrix products: by the data sheet of a known GPU (None: not known), or measured on a
+    """The peak FLOP/s of matrix products: by the data sheet of a known GPU (None: not known), or measured on a
     CPU."""
     if device.type == "cuda":
         return known_peak(torch.cuda.get_device_name(device), dtype)
@@ -218,13 +218,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_of(model: Any, recipe: Recipe, device: torch.device) -> float | None:
-    """Return the peak FLOP/s of a device that trains `model` by `recipe`; None: not known."""
+    """The peak FLOP/s of a device that trains `model` by `recipe`; None: not known."""
     mixed = recipe.model.compute == "bfloat16"
     return peak_flops(device, torch.bfloat16 if mixed else next(model.parameters()).dtype)
 
 
 def known_peak(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a GPU by the driver's name of it; None: not known."""
+    """The peak FLOP/s of a GPU by the driver's name of it; None: not known."""
     found = next((peaks for part, peaks in PEAKS.items() if part in name), None)
     return None if found is None else TERA * found[dtype == torch.float32]
 

@@ -29,7 +29,7 @@ from agentrl.models.block import Rope, Weights, weights_of
 from agentrl.models.lora import has_dropout, layers
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.vision import Vision
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.sections.model import ModelSection
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference, in nats or as a share of the largest value. Log-probs in half precision are compared by
@@ -51,7 +51,7 @@ class Forward(Protocol):
     """The causal language model."""
 
     def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
-        """Return the log-probs of the predicted tokens, and the entropies, of softmax(logits / temperature): float32
+        """The log-probs of the predicted tokens, and the entropies, of softmax(logits / temperature): float32
         [N], in nats; and what `further` makes of the predictions, where it is given. Without gradients, entropies may
         be 0.
         """
@@ -67,7 +67,7 @@ class BlockForward:
 
     @staticmethod
     def unsupported(model: nn.Module) -> str | None:
-        """Return why it cannot run this model, in a few words; None: it can."""
+        """Why it cannot run this model, in a few words; None: it can."""
         if next(model.parameters()).dtype != torch.float32:
             return "its weights are not float32"
         if adapted := layers(model):
@@ -78,13 +78,15 @@ class BlockForward:
         return block.unsupported(model)
 
     def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
-        """Return log-probs and entropies (nats) of the packed row's predictions, float32 [N] each, and `further`."""
+        """Log-probs and entropies (nats) of the packed row's predictions, float32 [N] each, and `further`."""
         states, head = self.states(packed)
-        found = token_logprobs(states, head, None, torch.from_numpy(packed.target).to(head.device), temperature)
+        found = token_logprobs(
+            states, head, None, torch.from_numpy(packed.target).to(head.device), temperature, packed.masks
+        )
         return found if further is None else (*found, further(states, head, None))
 
     def states(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Return the hidden states [N, D] of the predicting tokens, and the matrix [V, D] of the output layer; either
+        """The hidden states [N, D] of the predicting tokens, and the matrix [V, D] of the output layer; either
         may include the gain of the final norm."""
         weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
         device = weights.embed.device
@@ -99,7 +101,7 @@ class BlockForward:
 
 
 def _head(weights: Weights) -> Tensor:
-    """Return the matrix [V, D] that maps hidden states to logits."""
+    """The matrix [V, D] that maps hidden states to logits."""
     return weights.head.weights[0].t() if weights.head.transposed else weights.head.weights[0]
 
 
@@ -134,17 +136,17 @@ class ModuleForward:
         target = torch.from_numpy(packed.target).to(device)
         bias = None if self.head.bias is None else self.head.bias.to(kind)
         head = self.head.weight.to(kind)
-        found = token_logprobs(chosen, head, bias, target, temperature)
+        found = token_logprobs(chosen, head, bias, target, temperature, packed.masks)
         return found if further is None else (*found, further(chosen, head, bias))
 
 
 def vision_of(model: Any, max_over_ranks: Callable[[int], int] | None = None) -> Vision | None:
-    """Return the `Vision` of a model that sees; None: it reads text."""
+    """The `Vision` of a model that sees; None: it reads text."""
     return Vision(model, max_over_ranks=max_over_ranks) if Vision.of(model) else None
 
 
 def axes_of(vision: Vision, packed: Packed) -> Ints:
-    """Return the positions of the packed tokens along their paths, int64 [axes, P]."""
+    """The positions of the packed tokens along their paths, int64 [axes, P]."""
     axes = np.tile(packed.positions, (vision.input.family.axes, 1))
     for path in packed.paths:
         own = indices(path.spans)
@@ -160,7 +162,7 @@ def hidden_states(
     compute: torch.dtype | None = None,
     vision: Vision | None = None,
 ) -> Tensor:
-    """Return the hidden states [P, D] of the packed tokens. base: the part of `model` before its output layer. vision:
+    """The hidden states [P, D] of the packed tokens. base: the part of `model` before its output layer. vision:
     of a model that sees."""
     with autocast(device, compute):
         if vision is None:
@@ -237,7 +239,8 @@ class SequenceForward(SequenceRunner[nn.Module]):
         logprobs, entropies, kept = [idle.new_zeros(0)], [idle.new_zeros(0)], []
         for own, logits in self.logits(packed):
             kept += [logits] if further is not None else []
-            log_p = (logits / temperature).log_softmax(-1)
+            scaled = logits / temperature
+            log_p = (scaled if packed.masks is None else packed.masks.apply(scaled, own)).log_softmax(-1)
             target = torch.from_numpy(packed.target[own]).to(log_p.device)
             logprobs.append(log_p.gather(1, target[:, None])[:, 0])
             entropies.append(entropy(log_p))
@@ -249,14 +252,14 @@ class SequenceForward(SequenceRunner[nn.Module]):
 
 
 def computed_in(section: ModelSection) -> torch.dtype | None:
-    """Return the type that the recipe's `model.compute` names; None: that of the weights."""
+    """The type that the recipe's `model.compute` names; None: that of the weights."""
     return torch.bfloat16 if section.compute == "bfloat16" else None
 
 
 def choose(
     model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, offload: bool = False
 ) -> tuple[Forward, str]:
-    """Return the fastest exact implementation for `model`, and a line that says which, and why not a faster one.
+    """The fastest exact implementation for `model`, and a line that says which, and why not a faster one.
 
     compute: see ModuleForward. checkpointing: the activations of a layer are computed again in the backward pass, from
     then on, whoever calls the module; offload: what is kept of a layer lies in CPU memory meanwhile.
@@ -295,7 +298,7 @@ VISION_FORWARDS: tuple[tuple[Any, str], ...] = ((ModuleForward, "module with sha
 
 
 def _excluded(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
-    """Return why the settings exclude our own forward, whatever the model; None: they do not."""
+    """Why the settings exclude our own forward, whatever the model; None: they do not."""
     if kind is not BlockForward:
         return None
     if compute is not None:
@@ -304,12 +307,12 @@ def _excluded(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> st
 
 
 def autocast(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return the context in which matrix products are computed in `compute` (None: in the type of the weights)."""
+    """The context in which matrix products are computed in `compute` (None: in the type of the weights)."""
     return nullcontext() if compute is None else torch.autocast(device.type, compute)
 
 
 def _rejection(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
-    """Return why `kind` cannot be used for `model`; None: it can."""
+    """Why `kind` cannot be used for `model`; None: it can."""
     if kind is BlockForward and (reason := BlockForward.unsupported(model)):
         return reason
     if kind is not BlockForward and (reason := unsupported_attention(model)):
@@ -320,7 +323,7 @@ def _rejection(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
 
 
 def _judge(model: Any) -> Callable[[Tensor, Tensor], str | None]:
-    """Return a function that tells why log-probs of the probe (first argument) differ from those of the unchanged model
+    """A function that tells why log-probs of the probe (first argument) differ from those of the unchanged model
     (second) by more than rounding; None if they do not."""
     kind = next(model.parameters()).dtype
     if kind in EXACT:
@@ -331,12 +334,12 @@ def _judge(model: Any) -> Callable[[Tensor, Tensor], str | None]:
 
 
 def probe_of(model: Any, other: bool = False) -> Packed:
-    """Return a small packed row on which implementations are compared. other: the same answers after other prompts."""
+    """A small packed row on which implementations are compared. other: the same answers after other prompts."""
     return _probe(int(model.get_input_embeddings().weight.shape[0]), other)
 
 
 def unsupported_attention(model: PreTrainedModel) -> str | None:
-    """Return why attention over packed rows cannot replace the model's, by its configuration; None: it can."""
+    """Why attention over packed rows cannot replace the model's, by its configuration; None: it can."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:

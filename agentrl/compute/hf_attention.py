@@ -66,7 +66,7 @@ _CONFIGS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def _configs(model: Any) -> list[Any]:
-    """Return the configurations in which the layers of `model` look up their attention.
+    """The configurations in which the layers of `model` look up their attention.
 
     They are found once, since `set_attn_implementation` walks all modules (1.2 ms for 36 layers), and a block is
     entered for each pass and each recomputed layer. Raises as that function does, for a module with fixed attention.
@@ -85,7 +85,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def checkpoint_contexts(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of the first pass and of recomputation, as the `context_fn` of activation checkpointing: a
+    """The contexts of the first pass and of recomputation, as the `context_fn` of activation checkpointing: a
     recomputed layer has the attention of its first pass, although the `replaced_attention` block is left by then."""
     attention = _ATTENTION.get(None)
     return nullcontext(), nullcontext() if attention is None else replaced_attention(model, attention)

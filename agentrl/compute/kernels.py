@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agentrl.constraint import Masks
 from agentrl.models.dense import linear
 
 CHUNK = 1 << 22
@@ -49,7 +50,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-        """Return the normalized x [..., D]."""
+        """The normalized x [..., D]."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
         unit: Tensor = x * scale
@@ -58,7 +59,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x and gain."""
+        """The gradients of x and gain."""
         unit, scale, *gains = ctx.saved_tensors
         d_unit, d_gain = gradients[0], None
         if gains:
@@ -69,7 +70,7 @@ class RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """Return the RMS norm of x [..., D] times gain; see `RmsNorm`. Other dtypes than float32 use torch's."""
+    """The RMS norm of x [..., D] times gain; see `RmsNorm`. Other dtypes than float32 use torch's."""
     if x.dtype != torch.float32:
         return F.rms_norm(x, (x.shape[-1],), gain, eps)
     out: Tensor = RmsNorm.apply(x, gain, eps)
@@ -81,14 +82,14 @@ class SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        """Return silu(gate) * up [N, F]."""
+        """silu(gate) * up [N, F]."""
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Return the gradient of gate_up [N, 2 F]."""
+        """The gradient of gate_up [N, 2 F]."""
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         d_gate_up = torch.empty_like(gate_up)
@@ -99,7 +100,7 @@ class SwiGlu(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [N, F] of gate_up [N, 2 F]; see `SwiGlu`."""
+    """silu(gate) * up [N, F] of gate_up [N, 2 F]; see `SwiGlu`."""
     out: Tensor = SwiGlu.apply(gate_up)
     return out
 
@@ -113,32 +114,36 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float, wanted: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies [N]. wanted: False computes no entropies (0), for passes without gradients."""
+        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float, wanted: bool,
+        masks: Masks | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Log-probs and entropies [N]. wanted: False computes no entropies (0), for passes without gradients.
+        masks: which tokens p is of, where not of all."""
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         if not wanted:
             for rows in _chunks(hidden, head):
-                log_p = _log_softmax(hidden[rows], head, bias, temperature)
+                log_p = _log_softmax(hidden[rows], head, bias, temperature, masks, rows)
                 logprobs[rows] = log_p.gather(1, target[rows, None])[:, 0]
                 del log_p  # before the next chunk is there
             return logprobs, entropy
         keep = len(hidden) * len(head) <= KEPT and any(ctx.needs_input_grad)
         kept = []
         for rows in _chunks(hidden, head):
-            logprobs[rows], entropy[rows], p = _of_chunk(hidden[rows], head, bias, target[rows], temperature)
+            log_p = _log_softmax(hidden[rows], head, bias, temperature, masks, rows)
+            logprobs[rows], entropy[rows], p = _of_chunk(log_p, target[rows])
+            del log_p
             if keep:
                 kept.append(p)
             del p  # before the next chunk is there
-        ctx.kept, ctx.temperature = kept, temperature
+        ctx.kept, ctx.temperature, ctx.masks = kept, temperature, masks
         ctx.set_materialize_grads(False)  # an entropy that the loss does not use costs nothing
         ctx.save_for_backward(hidden, head, *([] if bias is None else [bias]), target, entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, head and bias."""
+        """The gradients of hidden, head and bias."""
         hidden, head, *biases, target, entropy = ctx.saved_tensors
         d_logprobs = torch.zeros_like(entropy) if gradients[0] is None else gradients[0]
         d_entropy = gradients[1]
@@ -149,7 +154,9 @@ class TokenLogprobs(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[2]:
             d_bias = torch.zeros_like(bias, dtype=torch.float32)
         for i, rows in enumerate(_chunks(hidden, head)):
-            p = ctx.kept[i] if ctx.kept else _log_softmax(hidden[rows], head, bias, ctx.temperature).exp_()
+            p = ctx.kept[i] if ctx.kept else None
+            if p is None:
+                p = _log_softmax(hidden[rows], head, bias, ctx.temperature, ctx.masks, rows).exp_()
             slope = None if d_entropy is None else d_entropy[rows]
             d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], slope, kept=bool(ctx.kept))
             del p
@@ -162,16 +169,16 @@ class TokenLogprobs(torch.autograd.Function):
             if d_bias is not None:
                 d_bias += d_logits.sum(0)
             del d_logits
-        return d_hidden, _as(head, d_head), _as(bias, d_bias), None, None, None
+        return d_hidden, _as(head, d_head), _as(bias, d_bias), None, None, None, None
 
 
 def token_logprobs(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float, masks: Masks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return log-probs and entropies; see `TokenLogprobs`. Entropies are 0 without gradients, for old and reference
+    """Log-probs and entropies; see `TokenLogprobs`. Entropies are 0 without gradients, for old and reference
     log-probs, unless `with_entropies`."""
     wanted = torch.is_grad_enabled() or _ENTROPIES.get()
-    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, wanted)
+    logprobs, entropy = TokenLogprobs.apply(hidden, head, bias, target, temperature, wanted, masks)
     return logprobs, entropy
 
 
@@ -185,7 +192,7 @@ class ChosenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, ids: Tensor, temperature: float
     ) -> Tensor:
-        """Return log-probs [N, K]. head: None if `hidden` are the logits [N, V]."""
+        """Log-probs [N, K]. head: None if `hidden` are the logits [N, V]."""
         found = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden, head):
             found[rows] = _log_softmax(hidden[rows], head, bias, temperature).gather(1, ids[rows])
@@ -195,7 +202,7 @@ class ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, head and bias."""
+        """The gradients of hidden, head and bias."""
         hidden, *given, ids = ctx.saved_tensors
         head, bias = _given(given, ctx.given)
 
@@ -218,7 +225,7 @@ class ReverseKl(torch.autograd.Function):
         ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, temperature: float,
         teacher: Tensor, teacher_head: Tensor | None, teacher_bias: Tensor | None, teacher_temperature: float,
     ) -> Tensor:  # fmt: skip
-        """Return the divergences [N]. A head is None if its states are the logits [N, V]."""
+        """The divergences [N]. A head is None if its states are the logits [N, V]."""
         found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(hidden, head):
             log_p = _log_softmax(hidden[rows], head, bias, temperature)
@@ -232,7 +239,7 @@ class ReverseKl(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden, head and bias: d KL / d logits = p (log p - log t - KL)."""
+        """The gradients of hidden, head and bias: d KL / d logits = p (log p - log t - KL)."""
         hidden, *given, kl = ctx.saved_tensors
         head, bias = _given(given, ctx.given)
         teacher, *of_teacher = ctx.teacher
@@ -249,7 +256,7 @@ class ReverseKl(torch.autograd.Function):
 def chosen_logprobs(
     hidden: Tensor, head: Tensor | None, bias: Tensor | None, ids: Tensor, temperature: float
 ) -> Tensor:
-    """Return the log-probs of K tokens of each row, [N, K]; see `ChosenLogprobs`."""
+    """The log-probs of K tokens of each row, [N, K]; see `ChosenLogprobs`."""
     found: Tensor = ChosenLogprobs.apply(hidden, head, bias, ids, temperature)
     return found
 
@@ -259,7 +266,7 @@ Output = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def reverse_kl(policy: Output, temperature: float, teacher: Output, teacher_temperature: float) -> Tensor:
-    """Return KL(policy || teacher) of each row over the whole vocabulary, [N]; see `ReverseKl`. Where one matrix has
+    """KL(policy || teacher) of each row over the whole vocabulary, [N]; see `ReverseKl`. Where one matrix has
     more rows than the other, as models of one family have that are padded differently, those are left out."""
     (ours, (states, head, bias)), (theirs, (of_teacher, teacher_head, teacher_bias)) = (
         (len(output[1]) if output[1] is not None else output[0].shape[-1], output) for output in (policy, teacher)
@@ -284,7 +291,7 @@ def _cut(states: Tensor, head: Tensor | None, bias: Tensor | None, size: int) ->
 def top_logprobs(
     hidden: Tensor, head: Tensor | None, bias: Tensor | None, k: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the K likeliest tokens of each row and their log-probs, [N, K] each (K: k, or the vocabulary), without
+    """The K likeliest tokens of each row and their log-probs, [N, K] each (K: k, or the vocabulary), without
     gradient."""
     ids, logprobs = [], []
     with torch.no_grad():
@@ -307,7 +314,7 @@ def _given(tensors: list[Tensor], given: tuple[bool, bool]) -> tuple[Tensor | No
 def _backward(
     ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, of_rows: Callable[[slice], Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden, head and bias from those of the logits, chunk by chunk: `of_rows`, before the
+    """The gradients of hidden, head and bias from those of the logits, chunk by chunk: `of_rows`, before the
     temperature."""
     d_hidden = torch.empty_like(hidden)
     d_head = torch.zeros_like(head, dtype=torch.float32) if head is not None and ctx.needs_input_grad[1] else None
@@ -340,26 +347,30 @@ def _as(parameter: Tensor | None, gradient: Tensor | None) -> Tensor | None:
     return None if parameter is None or gradient is None else gradient.to(parameter.dtype)
 
 
-def _of_chunk(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probs and entropies [n] of some rows, and their probabilities [n, V]."""
-    log_p = _log_softmax(hidden, head, bias, temperature)
+def _of_chunk(log_p: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-probs and entropies [n] of rows whose log-probs of all tokens are [n, V], and these as
+    probabilities."""
     p = log_p.exp()
     return log_p.gather(1, target[:, None])[:, 0], -torch.linalg.vecdot(p, log_p), p
 
 
-def _log_softmax(hidden: Tensor, head: Tensor | None, bias: Tensor | None, temperature: float) -> Tensor:
+def _log_softmax(
+    hidden: Tensor, head: Tensor | None, bias: Tensor | None, temperature: float,
+    masks: Masks | None = None, rows: slice | None = None,
+) -> Tensor:  # fmt: skip
+    """Log-probs [n, V]. masks: of all predictions, of which these are `rows`."""
     logits = hidden.float() if head is None else linear(hidden, head, bias).float()
     if temperature != 1.0:
         logits = logits / temperature if head is None else logits.div_(temperature)
+    if masks is not None and rows is not None:
+        logits = masks.apply(logits, rows)
     return logits.log_softmax(-1)
 
 
 def _d_logits(
     p: Tensor, target: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, kept: bool
 ) -> Tensor:
-    """Return the gradient of the logits: d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H).
+    """The gradient of the logits: d log p(t) / d logits = [t] - p; d H / d logits = -p (log p + H).
 
     kept: leave p unchanged.
     """

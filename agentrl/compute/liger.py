@@ -19,7 +19,7 @@ DESCRIPTION = "norms and gates by liger-kernel"
 
 
 def fits(model: Any, device: torch.device) -> bool:
-    """Return whether liger-kernel is installed and supports the architecture, and the device is a CUDA device."""
+    """Whether liger-kernel is installed and supports the architecture, and the device is a CUDA device."""
     if device.type != "cuda" or find_spec("liger_kernel") is None:
         return False
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -26,7 +26,7 @@ class ProcessGroup(Protocol):
         """Number of ranks whose gradients are averaged; each multiplies its part of a loss by it."""
 
     def max_over_ranks(self, count: int) -> int:
-        """Return the maximum of `count` over the ranks, all of which call this."""
+        """The maximum of `count` over the ranks, all of which call this."""
 
     def heartbeat(self) -> None:
         """Report that a pass has ended, to a controller that watches the progress of the ranks."""
@@ -40,7 +40,7 @@ class SingleProcess:
     """Number of ranks."""
 
     def max_over_ranks(self, count: int) -> int:
-        """Return `count`."""
+        """`count`."""
         return count
 
     def heartbeat(self) -> None:
@@ -61,7 +61,7 @@ class TorchProcessGroup:
         self.size: int = dist.get_world_size()
 
     def max_over_ranks(self, count: int) -> int:
-        """Return the maximum of `count` over the ranks; a collective."""
+        """The maximum of `count` over the ranks; a collective."""
         found = torch.tensor([count], device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
@@ -87,7 +87,7 @@ def aligned_micro_batches(batch: Batch, tokens: int, ranks: ProcessGroup = SINGL
 def token_column(
     batch: Batch, tokens: int, ranks: ProcessGroup, compute: Callable[[Packed], Tensor]
 ) -> npt.NDArray[np.float32]:
-    """Return `compute` [N] of all micro-batches, without gradients, as a token column: float32 [T], 0 where nothing is
+    """`compute` [N] of all micro-batches, without gradients, as a token column: float32 [T], 0 where nothing is
     sampled. tokens, ranks: see `aligned_micro_batches`."""
     found = np.zeros(int(batch.offsets[-1]), np.float32)
     with torch.no_grad():
@@ -97,5 +97,5 @@ def token_column(
 
 
 def column_at(batch: Batch, name: str, packed: Packed, device: Any) -> Tensor:
-    """Return the token column `name` at the packed row's predictions, [N]."""
+    """The token column `name` at the packed row's predictions, [N]."""
     return torch.from_numpy(batch.tokens[name][packed.source]).to(device)

@@ -12,8 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from agentrl.compute.batch import KEYED, Batch, Piece, balanced, packed_tokens, prefix_trees
+from agentrl.compute.batch import ALLOWED, KEYED, Batch, Piece, balanced, packed_tokens, prefix_trees
 from agentrl.compute.prefix_tree import Ints, PrefixTree
+from agentrl.constraint import Masks
 
 Span = tuple[int, int]
 """Packed tokens, from the first to before the second."""
@@ -68,6 +69,8 @@ class Packed:
     """int64 [N]: the index of that id in the batch's token columns."""
     where: Ints
     """int64 [P]: the index of each packed token in the batch's token columns."""
+    masks: Masks | None = None
+    """Which ids were allowed where the predicted tokens were sampled; None: all of them."""
 
     @property
     def target(self) -> Ints:
@@ -112,7 +115,7 @@ def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
 
 
 def _undivided(batch: Batch, kept: Ints, bins: list[list[PrefixTree]]) -> list[list[PrefixTree]]:
-    """Return the bins with all paths of each rollout in one of them."""
+    """The bins with all paths of each rollout in one of them."""
     owner = np.full(len(batch), -1)
     for index, trees in enumerate(bins):
         for tree in trees:
@@ -162,6 +165,7 @@ def pack(batch: Batch, trees: Sequence[PrefixTree]) -> Packed:
         predicted=predicted,
         source=source,
         where=tokens,
+        masks=Masks.of(batch.tokens[ALLOWED][source]) if ALLOWED in batch.tokens else None,
     )
 
 
@@ -201,7 +205,7 @@ def _joined(spans: list[Span], more: Span) -> list[Span]:
 
 
 def _even(trees: list[PrefixTree], costs: list[PrefixTree], tokens: int, count: int) -> list[list[Piece]]:
-    """Return the pieces of each bin: `count` bins or more, as few as hold `tokens` at most; none is empty. costs: the
+    """The pieces of each bin: `count` bins or more, as few as hold `tokens` at most; none is empty. costs: the
     trees, with what their tokens cost."""
     parts = max(1, count, -(-sum(tree.tokens for tree in trees) // tokens))
     while True:
@@ -213,5 +217,5 @@ def _even(trees: list[PrefixTree], costs: list[PrefixTree], tokens: int, count: 
 
 
 def _packed(pieces: Sequence[Piece], trees: Sequence[PrefixTree]) -> int:
-    """Return the packed tokens of a bin, whatever its pieces were measured in."""
+    """The packed tokens of a bin, whatever its pieces were measured in."""
     return packed_tokens([replace(one, tokens=trees[one.tree].cost(one.places)) for one in pieces], trees)

@@ -47,21 +47,21 @@ class PrefixTree:
         return int(behind[0]) if len(behind) else 0
 
     def subset(self, places: Sequence[int] | Ints) -> "PrefixTree":
-        """Return the tree of the paths at `places`, which ascend."""
+        """The tree of the paths at `places`, which ascend."""
         chosen = np.asarray(places, np.int64)
         return PrefixTree(self.samples[chosen], self.lengths[chosen], self._shared(chosen))
 
     def cost(self, places: Sequence[int] | Ints) -> int:
-        """Return the tokens that are computed for the paths at `places`, which ascend."""
+        """The tokens that are computed for the paths at `places`, which ascend."""
         chosen = np.asarray(places, np.int64)
         return int(self.lengths[chosen].sum() - self._shared(chosen).sum())
 
     def cost_between(self, low: int, high: int) -> int:
-        """Return that of the paths low .. high - 1."""
+        """That of the paths low .. high - 1."""
         return int((self.lengths[low:high] - self.shared[low:high]).sum() + self.shared[low])
 
     def common(self, place: int) -> Ints:
-        """Return how many tokens at its beginning the path at `place` has in common with each, int64 [n]."""
+        """How many tokens at its beginning the path at `place` has in common with each, int64 [n]."""
         before = np.minimum.accumulate(self.shared[1 : place + 1][::-1])[::-1]
         behind = np.minimum.accumulate(self.shared[place + 1 :])
         return np.concatenate([before, self.lengths[place : place + 1], behind])
@@ -76,7 +76,7 @@ class PrefixTree:
 
 
 def prefix_tree(samples: Ints, rows: Sequence[npt.NDArray[Any]], least: int) -> PrefixTree:
-    """Return the tree of `rows`, the ids of `samples`. Branches stand in the order of their first samples.
+    """The tree of `rows`, the ids of `samples`. Branches stand in the order of their first samples.
 
     least: of any node but the outermost, the tokens that it adds; what is shorter is computed by each of its branches.
     """

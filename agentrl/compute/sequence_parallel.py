@@ -42,7 +42,7 @@ class _Sharing:
             raise UserError(why)
 
     def states(self, packed: Packed, device: torch.device) -> tuple[Tensor, np.ndarray]:
-        """Return the hidden states of `base` for the predicting tokens in this rank's slice, [n, D], and their indices
+        """The hidden states of `base` for the predicting tokens in this rank's slice, [n, D], and their indices
         among the row's predictions, [n]."""
         width = -(-len(packed.ids) // self.ranks)
         start, end = self.rank * width, (self.rank + 1) * width
@@ -55,7 +55,7 @@ class _Sharing:
         return states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device)), own
 
     def _said(self, packed: Packed, start: int, width: int, device: torch.device) -> dict[str, Any]:
-        """Return the arguments of the transformer that say this rank's slice."""
+        """The arguments of the transformer that say this rank's slice."""
         ids = _slice(packed.ids, start, width)
         if self.vision is None:
             positions = _slice(packed.positions, start, width).to(device)[None]
@@ -65,7 +65,7 @@ class _Sharing:
         return {"position_ids": positions, **self.vision.embedded(ids[None].numpy())}
 
     def gathered(self, found: Tensor, own: np.ndarray, count: int) -> Tensor:
-        """Return the values of all ranks, [k, count]; only those of this rank have a gradient. found: this rank's
+        """The values of all ranks, [k, count]; only those of this rank have a gradient. found: this rank's
         values [k, n], at the indices `own`."""
         everyone = torch.zeros(len(found), count, dtype=found.dtype, device=found.device)
         indices = torch.from_numpy(own).to(found.device)
@@ -115,7 +115,8 @@ class SequenceParallelForward(ModuleForward):
         states, own = self._sharing.states(packed, device)
         target = torch.from_numpy(packed.target[own]).to(device)
         chosen = states.to(self.head.weight.dtype)
-        found = torch.stack(token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature))
+        masks = packed.masks.take(own) if packed.masks is not None else None
+        found = torch.stack(token_logprobs(chosen, self.head.weight, self.head.bias, target, temperature, masks))
         logprobs, entropies = self._sharing.gathered(found, own, len(packed.predict))
         return logprobs, entropies
 
@@ -159,6 +160,6 @@ def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _slice(column: np.ndarray, start: int, width: int) -> Tensor:
-    """Return `width` entries from `start` on, padded with zeros behind the end."""
+    """`width` entries from `start` on, padded with zeros behind the end."""
     part = column[start : start + width]
     return torch.from_numpy(np.pad(part, (0, width - len(part))))

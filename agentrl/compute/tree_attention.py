@@ -62,7 +62,7 @@ class Bucket:
     """bool [B, A]: which entries of `own` are padding; None if all segments have A tokens."""
 
     def mask(self, start: int, end: int) -> Tensor:
-        """Return the mask of queries start .. end - 1 over R + end keys: float [B or 1, end - start, R + end], 0 or
+        """The mask of queries start .. end - 1 over R + end keys: float [B or 1, end - start, R + end], 0 or
         -inf."""
         steps = torch.arange(end, device=self.own.device)
         causal = (steps[start:, None] >= steps).expand(len(self.seen), -1, -1)
@@ -110,7 +110,7 @@ class BucketLayout:
         return short
 
     def by_heads(self, heads: int) -> list[tuple[Tensor, Tensor]]:
-        """Return `own` [B * heads * A] and `keys` [B * heads * K] of every bucket as rows of a [P * heads, ...]
+        """`own` [B * heads * A] and `keys` [B * heads * K] of every bucket as rows of a [P * heads, ...]
         tensor."""
         if heads not in self._by_heads:
             self._by_heads[heads] = [(_rows(b.own, heads), _rows(b.keys, heads)) for b in self.buckets]
@@ -129,7 +129,7 @@ class Layout(Protocol):
 
 
 def make_layout(segments: Sequence[Segment], device: torch.device | str = "cpu") -> Layout:
-    """Return the layout of a packed row for a device: `RowLayout` on CUDA, else `BucketLayout`."""
+    """The layout of a packed row for a device: `RowLayout` on CUDA, else `BucketLayout`."""
     if torch.device(device).type == "cuda":
         return RowLayout(tuple(segments), torch.device(device))
     return bucket_layout(segments, device)
@@ -260,7 +260,7 @@ class _Short(torch.autograd.Function):
 def _gather(
     query: Tensor, key: Tensor, value: Tensor, own: Tensor, keys: Tensor, batch: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a bucket's queries [batch, A * H / G, D], keys and values [batch, K, D]."""
+    """A bucket's queries [batch, A * H / G, D], keys and values [batch, K, D]."""
     size = key.shape[1]
     q = query.index_select(0, own).view(batch, -1, size)
     return q, key.index_select(0, keys).view(batch, -1, size), value.index_select(0, keys).view(batch, -1, size)
@@ -318,7 +318,7 @@ def _column(values: Sequence[int]) -> Tensor:
 
 
 def _rows(indices: Tensor, heads: int) -> Tensor:
-    """Return the rows of a [P * heads, ...] tensor for packed indices [B, X]: [B * heads * X]."""
+    """The rows of a [P * heads, ...] tensor for packed indices [B, X]: [B * heads * X]."""
     spread = indices[:, None] * heads + torch.arange(heads, device=indices.device)[:, None]
     return spread.reshape(-1)
 
@@ -371,7 +371,7 @@ class RowLayout:
 
 
 def kernel_for(shared: bool, query: Tensor, key: Tensor) -> Kernel | None:
-    """Return the first kernel that works for such tensors; None: none does. shared: whether a segment has a prefix."""
+    """The first kernel that works for such tensors; None: none does. shared: whether a segment has a prefix."""
     kernels: list[Kernel] = [by_flex] if shared or query.dtype == torch.float32 else [by_flash, by_flex]
     about = (str(query.device), query.dtype, query.shape[1], *key.shape[1:])
     return next((kernel for kernel in kernels if kernel_fault(kernel, *about) is None), None)
@@ -402,7 +402,7 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, row: RowLayout, scale: f
 
 
 def _flex(device: str) -> Any:
-    """Return flex_attention, compiled on CUDA. Uncompiled it holds all scores in memory, which is for small tests only.
+    """flex_attention, compiled on CUDA. Uncompiled it holds all scores in memory, which is for small tests only.
 
     Each dtype and shape of heads is compiled separately, with and without gradients. After eight kinds torch would run
     it uncompiled, for which no GPU has the memory; so the limit is raised. It is set in each call because each thread
@@ -421,7 +421,7 @@ def _compiled() -> Any:
 
 
 def padded(tokens: int) -> int:
-    """Return the number of tokens, rounded up to whole blocks; at least two, since one would be compiled separately."""
+    """The number of tokens, rounded up to whole blocks; at least two, since one would be compiled separately."""
     return max(2, -(-tokens // BLOCK)) * BLOCK
 
 
@@ -478,7 +478,7 @@ def visible(ends: np.ndarray) -> np.ndarray:
 
 
 def _overlap(start: int, end: int) -> tuple[int, np.ndarray]:
-    """Return the first block that start .. end - 1 overlaps, and the number of these tokens in it and in each block
+    """The first block that start .. end - 1 overlaps, and the number of these tokens in it and in each block
     after it."""
     if end <= start:
         return 0, np.zeros(0, np.int64)
@@ -487,7 +487,7 @@ def _overlap(start: int, end: int) -> tuple[int, np.ndarray]:
 
 
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, for a bool matrix of blocks [queries, keys], the number of set entries in each row, and the indices of
+    """For a bool matrix of blocks [queries, keys], the number of set entries in each row, and the indices of
     all entries, the set ones first: int32 [1, 1, ...]."""
     order = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
     counts = blocks.sum(1, dtype=np.int32)
@@ -496,7 +496,7 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def kernel_fault(kernel: Kernel, device: str, dtype: torch.dtype, heads: int, groups: int, size: int) -> str | None:
-    """Return why `kernel` cannot serve tensors of this kind; None: it can. Each kind is tested once a process."""
+    """Why `kernel` cannot serve tensors of this kind; None: it can. Each kind is tested once a process."""
     try:
         off = _difference(kernel, torch.device(device), dtype, heads, groups, size)
         fault = None if off <= TOLERANCE[dtype] else f"it is off by {off:.2g}"
@@ -513,12 +513,12 @@ _FAULTS: dict[tuple[str, str], str] = {}
 
 
 def faults(device: torch.device) -> str:
-    """Return which kernels do not serve on this type of device, and why, in a line; empty if all wanted do."""
+    """Which kernels do not serve on this type of device, and why, in a line; empty if all wanted do."""
     return "; ".join(f"{name} does not run here: {why}" for (kind, name), why in _FAULTS.items() if kind == device.type)
 
 
 def _difference(kernel: Kernel, device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int) -> float:
-    """Return the largest difference of output and gradients from those of the buckets, as a share of the largest
+    """The largest difference of output and gradients from those of the buckets, as a share of the largest
     value."""
     lone = [Segment(0, 150), Segment(150, 157), Segment(157, 300)]
     root, branch = (0, 140), (150, 230)

@@ -39,21 +39,21 @@ _STORED_NAME = "doubt"
 
 
 def confidence_features(batch: Batch) -> npt.NDArray[np.float32]:
-    """Return how likely the sampled tokens before each token of its sample were, float32 [T, 2], each in 0..1.
+    """How likely the sampled tokens before each trained token of its sample were, float32 [T, 2], each in 0..1.
 
-    The columns are 1 - min p and min p - prod p over the sampled tokens before; both are 0 before the first one, and
-    where nothing is sampled. p is the engine's probability, exp(`logprobs`). The token itself does not count, so that
-    the value remains a baseline.
+    The columns are 1 - min p and min p - prod p over the tokens sampled before it on its path, whether or not they are
+    trained there; both are 0 before the first one, and where nothing is trained. p is the engine's probability,
+    exp(`logprobs`), which is 1 for tokens that were not sampled. The token itself does not count, so that the value
+    remains a baseline.
     """
     features = np.zeros((int(batch.offsets[-1]), CONFIDENCE_FEATURES), np.float32)
-    sampled = np.flatnonzero(batch.tokens["loss_mask"])
-    bounds = np.concatenate([[0], np.cumsum(batch.sampled)])
-    logprobs = np.minimum(batch.tokens["logprobs"][sampled].astype(np.float64), 0.0)
-    for low, high in zip(bounds[:-1], bounds[1:] - 1, strict=True):
-        if high > low:
-            before = logprobs[low:high]
-            least, product = np.exp(np.minimum.accumulate(before)), np.exp(np.cumsum(before))
-            features[sampled[low + 1 : high + 1]] = np.stack([1 - least, least - product], 1)
+    logprobs = np.minimum(batch.tokens["logprobs"].astype(np.float64), 0.0)
+    for sample in range(len(batch)):
+        span = batch.span(sample)
+        before = logprobs[span][:-1]
+        least, product = np.exp(np.minimum.accumulate(before)), np.exp(np.cumsum(before))
+        features[span][1:] = np.stack([1 - least, least - product], 1)
+    features[batch.tokens["loss_mask"] == 0] = 0
     return features
 
 
@@ -91,15 +91,15 @@ class ValueModel(nn.Module):
         return layer
 
     def forward(self, **inputs: object) -> Any:
-        """Return an object like a language model's output, with `logits` [B, L, 1]."""
+        """An object like a language model's output, with `logits` [B, L, 1]."""
         return SimpleNamespace(logits=self.of_states(self.model(**inputs).last_hidden_state))
 
     def of_states(self, states: Tensor) -> Tensor:
-        """Return the values of hidden states, computed in float32: [..., D] to [..., 1]."""
+        """The values of hidden states, computed in float32: [..., D] to [..., 1]."""
         return nn.functional.linear(states.float(), self.lm_head.weight.float(), self.lm_head.bias.float())
 
     def of_features(self, features: Tensor) -> Tensor:
-        """Return what confidence features [N, 2] add to the values, float32 [N]."""
+        """What confidence features [N, 2] add to the values, float32 [N]."""
         return nn.functional.linear(features.float(), self.gain * self.confidence.weight.float())[:, 0]
 
 
@@ -110,7 +110,7 @@ class ValueForward(Protocol):
     """The value model."""
 
     def __call__(self, packed: Packed, features: Tensor) -> Tensor:
-        """Return one value for each prediction of the row, float32 [N].
+        """One value for each prediction of the row, float32 [N].
 
         features: float32 [N, 2], the `confidence_features` of the predicted tokens.
         """
@@ -157,7 +157,7 @@ class SequenceValues(SequenceRunner[ValueModel]):
 def value_forward(
     model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, offload: bool = False
 ) -> tuple[ValueForward, str]:
-    """Return the fastest exact `ValueForward` of a new value model on the backbone of `model`, and one line about it.
+    """The fastest exact `ValueForward` of a new value model on the backbone of `model`, and one line about it.
 
     The options are those of `forward.choose`, which compares implementations on `model` itself, since the new output
     layer returns 0 for every state.
@@ -167,7 +167,7 @@ def value_forward(
 
 
 def as_values(forward: Forward, model: ValueModel) -> ValueForward:
-    """Return the `ValueForward` of `model` that corresponds to `forward`, chosen for the language model with its
+    """The `ValueForward` of `model` that corresponds to `forward`, chosen for the language model with its
     backbone.
 
     Raises TypeError for another kind of forward.

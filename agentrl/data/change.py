@@ -26,7 +26,7 @@ class Change:
     workers: int = 1
 
     def apply(self, rows: Rows, what: str) -> Rows:
-        """Return the rows changed; the same object where there is nothing to do. Raises UserError: which function
+        """The rows changed; the same object where there is nothing to do. Raises UserError: which function
         failed at which row, or that no row is left."""
         if self.map is None and self.filter is None:
             return rows
@@ -87,7 +87,7 @@ class _Filter(_Call):
 
 
 def _dataset(rows: Rows, what: str) -> Any:
-    """Return the rows as a `datasets.Dataset`, with the number of each row in a column."""
+    """The rows as a `datasets.Dataset`, with the number of each row in a column."""
     from datasets import Dataset
 
     if isinstance(rows, Parquet):

@@ -22,17 +22,17 @@ WANTED = "a .jsonl or .parquet file (or .json, .jsonl.gz, .json.gz)"
 
 
 def file_type(path: Path) -> str | None:
-    """Return which of `FILE_TYPES` its name ends in; None for any other file."""
+    """Which of `FILE_TYPES` its name ends in; None for any other file."""
     return next((t for t in sorted(FILE_TYPES, key=len, reverse=True) if path.name.lower().endswith(t)), None)
 
 
 def stem(path: Path) -> str:
-    """Return its name without the type."""
+    """Its name without the type."""
     return path.name[: len(path.name) - len(file_type(path) or "")]
 
 
 def read_files(paths: Sequence[Path]) -> Rows:
-    """Return the rows of files, one after another. Raises UserError: a file that is missing, empty, or cannot be
+    """The rows of files, one after another. Raises UserError: a file that is missing, empty, or cannot be
     read."""
     parts = [_read(path) for path in paths]
     return parts[0] if len(parts) == 1 else Joined(parts)
@@ -61,7 +61,7 @@ def _text(path: Path, kind: str) -> Rows:
 
 
 def _bytes(path: Path, zipped: bool) -> bytes | mmap.mmap:
-    """Return a file's content: mapped where it can be, so that a large one takes no memory."""
+    """A file's content: mapped where it can be, so that a large one takes no memory."""
     try:
         if zipped:
             with gzip.open(path) as stream:

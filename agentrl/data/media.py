@@ -37,7 +37,7 @@ class Images:
     """What is done about addresses."""
 
     def placed(self, messages: Sequence[Message], row: Mapping[str, Json], folder: Path | None) -> list[Message]:
-        """Return messages with the row's images as parts, where they stand. folder: of the row's file. Raises
+        """Messages with the row's images as parts, where they stand. folder: of the row's file. Raises
         UserError: images and their places are not equally many, or one is nothing that can be read."""
         if self.column != COLUMN and self.column not in row and tagged(messages):
             raise UserError(
@@ -56,13 +56,13 @@ class Images:
         return made
 
     def fetched(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages with the files behind the addresses of their images. Raises ImageError: one cannot be
+        """Messages with the files behind the addresses of their images. Raises ImageError: one cannot be
         had."""
         return [_fetched(message, self.urls == "any") for message in messages]
 
 
 def tagged(messages: Sequence[Message]) -> bool:
-    """Return whether a text of the messages says `<image>`."""
+    """Whether a text of the messages says `<image>`."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
@@ -88,7 +88,7 @@ class _Given:
         self.count = len(self.left)
 
     def content(self, content: object) -> Any:
-        """Return a content with images in their places; a text without any as it is."""
+        """A content with images in their places; a text without any as it is."""
         if isinstance(content, str):
             parts = self._cut(content)
             return parts if any(map(is_image, parts)) else content
@@ -107,7 +107,7 @@ class _Given:
         return [{"type": "image", "image": self._source(held)} if held is not None else self._next()]
 
     def _cut(self, text: str) -> list[Any]:
-        """Return a text as parts, cut at its tags."""
+        """A text as parts, cut at its tags."""
         texts = _TAG.split(text) if self.tags else [text]
         parts: list[Any] = []
         for i, piece in enumerate(texts):
@@ -116,7 +116,7 @@ class _Given:
         return parts
 
     def _next(self) -> dict[str, Json]:
-        """Return the next image of the column; one too many is told once all places are counted."""
+        """The next image of the column; one too many is told once all places are counted."""
         self.places += 1
         return {"type": "image", "image": self._source(self.left.pop(0)) if self.left else None}
 

@@ -41,7 +41,7 @@ class PromptLengths:
         return [i for i, length in enumerate(self.lengths) if length <= self.limit and i not in self.broken]
 
     def report(self, what: str) -> str | None:
-        """Return None when all fit; else the line to print. Raises UserError when none fits."""
+        """None when all fit; else the line to print. Raises UserError when none fits."""
         fit, said = len(self.fitting), []
         if self.broken:
             first = next(iter(self.broken.values()))
@@ -60,7 +60,7 @@ class PromptLengths:
 
 
 async def drawn(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task], count: int) -> list[int]:
-    """Return the indices of the next `count` tasks whose images can be shown. Raises what `showable` raises."""
+    """The indices of the next `count` tasks whose images can be shown. Raises what `showable` raises."""
     found: list[int] = []
     while len(found) < count:
         new = sampler.draw(count - len(found))
@@ -70,7 +70,7 @@ async def drawn(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Seque
 
 
 async def showable(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task], index: int) -> bool:
-    """Return whether the images of a task that was drawn can be shown, which only decoding them says. Where not, the
+    """Whether the images of a task that was drawn can be shown, which only decoding them says. Where not, the
     task is excluded, and that is said. Raises UserError: no task is left."""
     if not isinstance(chat, Seeing) or (why := await unseen(env, chat, task := tasks[index])) is None:
         return True
@@ -82,7 +82,7 @@ async def showable(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Se
 
 
 async def unseen(env: Environment, chat: Chat, task: Task) -> str | None:
-    """Return why an image of a task's opening cannot be shown, once it is decoded; None: all of them can. Raises
+    """Why an image of a task's opening cannot be shown, once it is decoded; None: all of them can. Raises
     UserError: the environment fails to give them, or takes longer than OPENING_SECONDS."""
     if not isinstance(chat, Seeing):
         return None
@@ -99,7 +99,7 @@ async def unseen(env: Environment, chat: Chat, task: Task) -> str | None:
 
 
 def _images_of(env: Environment, task: Task) -> list[object]:
-    """Return the images that the environment gives, which may have to be fetched. Raises ImageError as it does, and
+    """The images that the environment gives, which may have to be fetched. Raises ImageError as it does, and
     UserError for anything else that it raises."""
     try:
         return list(env.images(task))
@@ -149,7 +149,7 @@ async def measure_prompts(
 def _sized(
     chat: Seeing, messages: Sequence[Message], task: Task, index: int, broken: dict[int, str], most: int
 ) -> Sequence[Message]:
-    """Return the messages with the sizes of their images; none where one cannot be shown, or there are more than
+    """The messages with the sizes of their images; none where one cannot be shown, or there are more than
     `most`, which `broken` is told."""
     try:
         check_count(messages, most)
@@ -166,7 +166,7 @@ def _sized(
 
 
 def _lengths(chat: Chat, openings: Sequence[Opening]) -> list[int]:
-    """Return tokens of each; 0 where there is no message."""
+    """Tokens of each; 0 where there is no message."""
     real = [opening for opening in openings if opening[0]]
     try:
         counted = iter(chat.lengths(real) if isinstance(chat, Measuring) else [len(chat.render(*one)) for one in real])
@@ -186,7 +186,7 @@ def _length(chat: Chat, opening: Opening) -> int:
 
 
 async def _opening(env: Environment, task: Task) -> Sequence[Message] | ImageError:
-    """Return what `create` returns, released again, or the ImageError that it raises; nothing where it raises anything
+    """What `create` returns, released again, or the ImageError that it raises; nothing where it raises anything
     else or takes too long."""
     session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
     messages: Sequence[Message] | ImageError = ()

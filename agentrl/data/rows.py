@@ -22,18 +22,18 @@ class Rows(Sequence[Row]):
 
     @abstractmethod
     def row(self, index: int) -> Row:
-        """Return a row, 0 <= index < len."""
+        """A row, 0 <= index < len."""
 
     @abstractmethod
     def where(self, index: int) -> str:
-        """Return the place of a row for people: `data/train.jsonl, line 7`."""
+        """The place of a row for people: `data/train.jsonl, line 7`."""
 
     def number(self, index: int) -> int:
-        """Return its number in what it was read from, from 0: stable whatever was left out around it."""
+        """Its number in what it was read from, from 0: stable whatever was left out around it."""
         return index
 
     def folder(self, index: int) -> Path | None:
-        """Return the folder of the file that it stands in; None where it stands in none."""
+        """The folder of the file that it stands in; None where it stands in none."""
         return None
 
     @overload
@@ -50,14 +50,14 @@ class Rows(Sequence[Row]):
 
 
 def checked(value: object, where: str) -> Row:
-    """Return a row as a dict of its fields. Raises UserError for anything that is not an object."""
+    """A row as a dict of its fields. Raises UserError for anything that is not an object."""
     if not isinstance(value, Mapping):
         raise UserError(f"{where}: is not an object with named fields, but {value!r:.60}")
     return dict(value)
 
 
 def undecoded(data: object) -> Any:
-    """Return a dataset of the package `datasets` whose images come as `{bytes, path}`: a row would decode all of its
+    """A dataset of the package `datasets` whose images come as `{bytes, path}`: a row would decode all of its
     own, and a broken one raise. One with a format of its own is left as it is."""
     from datasets import Dataset, Image
 

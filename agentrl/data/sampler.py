@@ -1,9 +1,8 @@
 """Which tasks come next: by an order of each epoch, or by what earlier ones came to. Resumable at any position."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -12,10 +11,11 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.errors import UserError, call_plugin
+from agentrl.jsonable import dumps, loads
 from agentrl.plugins.order import Order
 from agentrl.plugins.registry import construct, load, with_arguments
 from agentrl.plugins.types import Json, Task
-from agentrl.recipe.schema import DataSection
+from agentrl.recipe.sections.env import DataSection, TaskFilterSection
 
 ORDER, FILTER = "data.order", "data.filter"
 
@@ -53,14 +53,18 @@ class TaskSampler:
     """Chooses each task, in place of orders of epochs; an epoch is then `size` draws."""
     name: str = "shuffled"
     """The order, as the recipe names it."""
+    keep: Callable[[int], bool] | None = None
+    """Asked once of each index as its turn comes, in an order of epochs; one that is not kept is passed over."""
     _order: Sequence[int] | None = None
+    _kept: dict[int, bool] = field(default_factory=dict)  # what `keep` said
+    _drawn: bool = False  # whether the epoch had an index that is kept
 
     def __post_init__(self) -> None:
         if len(self.excluded) >= self.size:
             raise ValueError("a sampler needs at least one task")
 
     def draw(self, count: int) -> list[int]:
-        """Return the next `count` indices; goes on into the next epoch where this one ends. Raises UserError: what an
+        """The next `count` indices; goes on into the next epoch where this one ends. Raises UserError: what an
         order of the user's does wrong."""
         drawn: list[int] = []
         while len(drawn) < count:
@@ -70,13 +74,25 @@ class TaskSampler:
             else:
                 order = self._epoch_order()
                 part = order[self.position : self.position + count - len(drawn)]
-                drawn += [i for i in part if i not in self.excluded]
+                found = [i for i in part if i not in self.excluded and self._keeps(i)]
+                drawn += found
+                self._drawn |= bool(found)
                 self._advance(len(part), len(order))
         return drawn
+
+    def _keeps(self, index: int) -> bool:
+        if self.keep is None:
+            return True
+        if index not in self._kept:
+            self._kept[index] = self.keep(index)
+        return self._kept[index]
 
     def _advance(self, count: int, size: int) -> None:
         self.position += count
         if self.position == size:
+            if self.order is None and not self._drawn:
+                raise UserError(f"{FILTER} keeps none of the {size} tasks of epoch {self.epoch}")
+            self._drawn = False
             self.epoch, self.position, self._order = self.epoch + 1, 0, None
 
     def _choose(self, order: Order) -> int:
@@ -122,23 +138,24 @@ class TaskSampler:
             call_plugin(self._whose, self.order.learn, index, solved, rewards)
 
     def state(self) -> dict[str, Json]:
-        """Return what `restore` needs. Raises UserError: what a user's order raises, or gives that is not JSON."""
+        """What `restore` needs. Raises UserError: what a user's order raises, or gives that is not JSON."""
         found: dict[str, Json] = {"epoch": self.epoch, "position": self.position}
         if self.order is not None:
             own = call_plugin(self._whose, self.order.state)
-            found["order"] = call_plugin(f"{self._whose}: its state", lambda: json.loads(json.dumps(own)))
+            found["order"] = call_plugin(f"{self._whose}: its state", lambda: loads(dumps(own)))
         return found
 
     def restore(self, state: Mapping[str, Json]) -> None:
         """Continue at the position of `state`, from `state()` of a sampler of the same size, seed and order. Raises
         UserError: what the order raises."""
         self.epoch, self.position, self._order = int(state["epoch"]), int(state["position"]), None
+        self._drawn = self.position > 0
         if self.order is not None and "order" in state:
             call_plugin(self._whose, self.order.restore, state["order"])
 
 
 def make_sampler(section: DataSection, tasks: Sequence[Task], seed: int) -> TaskSampler:
-    """Return the sampler of a recipe. Raises UserError, one line: an unknown order, or arguments that it does not
+    """The sampler of a recipe. Raises UserError, one line: an unknown order, or arguments that it does not
     take."""
     name, args = section.order.name, section.order.args
     found = load("orders", name)
@@ -152,23 +169,47 @@ def make_sampler(section: DataSection, tasks: Sequence[Task], seed: int) -> Task
     return TaskSampler(len(tasks), seed, of_epoch=partial(of_epoch, tasks, seed), name=name)
 
 
+def restrict(sampler: TaskSampler, section: DataSection, tasks: Sequence[Task]) -> None:
+    """Have the sampler pass over the tasks that `data.filter` leaves out. An order of epochs asks of each task as its
+    turn comes, since tasks may take long to make; `data.epochs` wants their number, and an `Order` draws among all.
+    Raises UserError: which task it fails at, or that none is left."""
+    if section.filter is None:
+        return
+    if sampler.order is not None or section.epochs is not None:
+        sampler.excluded = filtered(section, tasks)
+        return
+    sampler.keep = _filter_of(section.filter, tasks)
+    try:
+        replace(sampler).draw(1)  # a mistake is said before anything is loaded
+    except UserError:
+        filtered(section, tasks)  # that none is left, where it is so
+        raise
+
+
 def filtered(section: DataSection, tasks: Sequence[Task]) -> frozenset[int]:
-    """Return the indices of the tasks that `data.filter` leaves out. Raises UserError: which task it fails at, or that
+    """The indices of the tasks that `data.filter` leaves out. Raises UserError: which task it fails at, or that
     none is left."""
     if section.filter is None:
         return frozenset()
-    whose = f"{FILTER} {section.filter.name!r}"
-    function = with_arguments(load("filters", section.filter.name), 1, section.filter.args, f"{FILTER}.args")
-    left_out = set()
-    for index, task in enumerate(tasks):
-        keep = call_plugin(f"{whose}: task {task.id}:", function, task)
-        if not isinstance(keep, bool | np.bool_):
-            raise UserError(f"{whose}: task {task.id}: gave {keep!r:.60}, not true or false")
-        if not keep:
-            left_out.add(index)
+    keep = _filter_of(section.filter, tasks)
+    left_out = frozenset(index for index in range(len(tasks)) if not keep(index))
     if len(left_out) == len(tasks):
-        raise UserError(f"{whose} keeps none of the {len(tasks)} tasks")
-    return frozenset(left_out)
+        raise UserError(f"{FILTER} {section.filter.name!r} keeps none of the {len(tasks)} tasks")
+    return left_out
+
+
+def _filter_of(section: TaskFilterSection, tasks: Sequence[Task]) -> Callable[[int], bool]:
+    whose = f"{FILTER} {section.name!r}"
+    function = with_arguments(load("filters", section.name), 1, section.args, f"{FILTER}.args")
+
+    def keep(index: int) -> bool:
+        task = tasks[index]
+        found = call_plugin(f"{whose}: task {task.id}:", function, task)
+        if not isinstance(found, bool | np.bool_):
+            raise UserError(f"{whose}: task {task.id}: gave {found!r:.60}, not true or false")
+        return bool(found)
+
+    return keep
 
 
 class CurriculumArgs(BaseModel):
@@ -204,14 +245,14 @@ class Curriculum(Order):
     def begin(self, tasks: Sequence[Task], seed: int) -> None:
         """Sort the tasks by `by`. Raises UserError: a task without this field."""
         self._seed, by = seed, self._config.by
-        keys = [str(index) if by is None else _field(task, by) for index, task in enumerate(tasks)]
+        keys = [str(i) for i in range(len(tasks))] if by is None else [_field(task, by) for task in tasks]
         self._places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
         self._place = np.array([self._places[key] for key in keys])  # of the success rate of each task
         self._rates = np.full(len(self._places), np.nan)
         self._last = np.full(len(tasks), -1)  # the draw at which each came last
 
     def draw(self, number: int, left_out: AbstractSet[int]) -> int:
-        """Return the next task: see `Order`."""
+        """The next task: see `Order`."""
         weights = self.weights()
         weights[list(left_out)] = 0
         most = int(self._config.rest * np.count_nonzero(weights))
@@ -223,7 +264,7 @@ class Curriculum(Order):
         return index
 
     def weights(self) -> npt.NDArray[np.float64]:
-        """Return the weight of each task, float64 [tasks]."""
+        """The weight of each task, float64 [tasks]."""
         config = self._config
         rates = np.where(np.isnan(self._rates), config.target, self._rates)
         bell = np.exp(-0.5 * ((rates - config.target) / config.width) ** 2)
@@ -237,7 +278,7 @@ class Curriculum(Order):
         self._rates[place] = solved if np.isnan(known) else memory * known + (1 - memory) * solved
 
     def state(self) -> dict[str, Json]:
-        """Return the success rates that are known, and when each task came last."""
+        """The success rates that are known, and when each task came last."""
         rates = {key: float(self._rates[place]) for key, place in self._places.items()}
         return {
             "rates": {key: rate for key, rate in rates.items() if not np.isnan(rate)},

@@ -91,7 +91,7 @@ class Source:
         return self.origin.splits or ("test",)
 
     def rows(self, split: str) -> Rows:
-        """Return the rows of a split. Raises UserError: a split that is not there, or data that cannot be read."""
+        """The rows of a split. Raises UserError: a split that is not there, or data that cannot be read."""
         if split not in self._read:
             self._read |= self._load(split)
         return self._read[split]
@@ -112,7 +112,7 @@ class Source:
         return self._hold_out(self.change.apply(self.origin.read("train"), "the data"))
 
     def _hold_out(self, rows: Rows) -> dict[str, Rows]:
-        """Return a seeded tenth, by the key, so that the same question never stands on both sides."""
+        """A seeded tenth, by the key, so that the same question never stands on both sides."""
         out = [self._is_held_out(rows.row(i), rows.where(i)) for i in range(len(rows))]
         train, test = ([i for i, held in enumerate(out) if held is wanted] for wanted in (False, True))
         if not train or not test:
@@ -241,12 +241,12 @@ def _remote(url: str) -> "_Files":
 
 
 def _is_glob(text: str) -> bool:
-    """Return whether a text is a glob; `train[:90%]` is none: it is a slice of a hub split."""
+    """Whether a text is a glob; `train[:90%]` is none: it is a slice of a hub split."""
     return "*" in text or "?" in text or ("[" in text and file_type(Path(text)) is not None)
 
 
 def _paths(text: str, folder: Path | None = None) -> list[Path]:
-    """Return the files that a name, a glob or a URL stands for, sorted. Raises UserError where there is none."""
+    """The files that a name, a glob or a URL stands for, sorted. Raises UserError where there is none."""
     if is_remote(text):
         return [path for paths in _remote(text).files.values() for path in paths]
     places = [text] if folder is None else [str(folder / text), text]
@@ -262,7 +262,7 @@ def _paths(text: str, folder: Path | None = None) -> list[Path]:
 
 
 def _folder(folder: Path) -> _Files:
-    """Return a file a split, named by it, in any number of shards: `train.parquet`, `test-00000-of-00002.parquet`."""
+    """A file a split, named by it, in any number of shards: `train.parquet`, `test-00000-of-00002.parquet`."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and file_type(path))
     if not paths:
         raise UserError(f"env.source: the folder {folder} contains no data file; expected {WANTED}")
@@ -288,7 +288,7 @@ def _split_of(path: Path) -> str:
 
 
 def _with_sibling(what: str, path: Path) -> _Files:
-    """Return a file, and `test.jsonl` for `train.jsonl` or the other way round, where that exists."""
+    """A file, and `test.jsonl` for `train.jsonl` or the other way round, where that exists."""
     mine = _split_of(path)
     files = {mine: [path]}
     for ours, theirs in ((mine, "train"),) if mine != "train" else (("train", word) for word in _HELD_OUT):
@@ -300,7 +300,7 @@ def _with_sibling(what: str, path: Path) -> _Files:
 
 
 def _named(splits: Mapping[str, Names], source: Names | None) -> dict[str, "str | _Files"]:
-    """Return what `splits` says: files, or the source's own name for a split."""
+    """What `splits` says: files, or the source's own name for a split."""
     folder = Path(source) if isinstance(source, str) and Path(source).is_dir() else None
     found: dict[str, str | _Files] = {}
     for name, value in splits.items():

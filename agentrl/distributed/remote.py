@@ -18,7 +18,8 @@ from agentrl.compute.flops import RoleCost
 from agentrl.images import FOLDER as IMAGES
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.roles import forward_lines
-from agentrl.recipe.schema import ClusterSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import NamedTensor, WeightSource
 
@@ -51,12 +52,12 @@ class RemoteActor:
         self._group.begin_stage(weight_decay)
 
     def logprobs(self, batch: Batch) -> Floats:
-        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
+        """The log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         found: Floats = self._group.logprobs(batch.with_image_cost(self.feature))
         return found
 
     def entropies(self, batch: Batch) -> Floats:
-        """Return the entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
+        """The entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
         found: Floats = self._group.entropies(batch.with_image_cost(self.feature))
         return found
 
@@ -74,7 +75,7 @@ class RemoteReference:
         self._group = group
 
     def logprobs(self, batch: Batch) -> Floats:
-        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
+        """The log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         found: Floats = self._group.reference_logprobs(batch)
         return found
 
@@ -104,7 +105,7 @@ class RemoteCritic:
         self.updates = 0
 
     def values(self, batch: Batch) -> Floats:
-        """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
+        """The value of the state before each sampled token, float32 [T], 0 elsewhere."""
         found: Floats = self._group.values(batch.with_image_cost(self._feature))
         return found
 
@@ -123,7 +124,7 @@ class RemoteRewardModel:
         self.description: str = group.describe_reward_model()
 
     def scores(self, batch: Batch) -> Floats:
-        """Return the score of each sample, float32 [S]."""
+        """The score of each sample, float32 [S]."""
         found: Floats = self._group.scores(batch)
         return found
 
@@ -176,7 +177,7 @@ class RemotePublisher:
         return _merged(self._group.wake_servers())
 
     def _senders(self, urls: Sequence[str]) -> dict[str, int]:
-        """Return URL -> rank on its machine, for servers on other machines than rank 0's. Each is looked for once."""
+        """URL -> rank on its machine, for servers on other machines than rank 0's. Each is looked for once."""
         if self._transport != "auto" or len({process.node_id for process in self._group.workers}) == 1:
             return {}
         if new := [url for url in urls if url not in self._rank_by_url]:
@@ -204,7 +205,7 @@ class RemoteSave:
             group.begin_save(str(folder))
 
     def done(self) -> bool:
-        """Return whether every worker has written its part, or failed."""
+        """Whether every worker has written its part, or failed."""
         return all(all(group.saved()) for group in self._groups)
 
     def result(self) -> None:
@@ -303,7 +304,7 @@ class RayRoles:
         return found
 
     def measure(self) -> dict[str, float]:
-        """Return the largest values of any worker of each group, by the name of its first role."""
+        """The largest values of any worker of each group, by the name of its first role."""
         futures = {group: group.measure.future() for group in dict.fromkeys(self._groups.values())}
         found: dict[str, float] = {}
         for role, group in self._groups.items():
@@ -319,13 +320,13 @@ class RayRoles:
             group.trace(step, str(folder))
 
     def describe(self) -> list[str]:
-        """Return lines for the start of a run: how each role computes."""
+        """Lines for the start of a run: how each role computes."""
         lines = forward_lines(self.actor.description)
         lines += [f"trained: {self.actor.adapter}"] if self.actor.adapter else []
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 
     def weights(self) -> RemoteWeights:
-        """Return the source of the weights: an engine in this process copies its tensors; servers are sent them by the
+        """The source of the weights: an engine in this process copies its tensors; servers are sent them by the
         workers that hold them."""
         return self._weights
 
@@ -343,13 +344,13 @@ class RayRoles:
         self._stack.close()
 
     def _trained(self) -> list[WorkerGroup]:
-        """Return the groups with trained roles."""
+        """The groups with trained roles."""
         groups = [self._groups[role] for role in ("actor", "critic") if role in self._groups]
         return list(dict.fromkeys(groups))
 
 
 def _merged(failed: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Return what failed on any rank, by URL."""
+    """What failed on any rank, by URL."""
     return {url: why for part in failed for url, why in part.items()}
 
 
@@ -365,7 +366,7 @@ def _session(cluster: ClusterSection, placement: Placement | None) -> AbstractCo
 
 
 def _home(cluster: ClusterSection, placement: Placement | None) -> Home | None:
-    """Return what the actor's pool has to know of this machine; None where Ray's choice is as good as any: no engine
+    """What the actor's pool has to know of this machine; None where Ray's choice is as good as any: no engine
     has GPUs here, or Ray was shown the trainer's alone."""
     if cluster.address is None or not cluster.gpus or placement is None or not placement.engine:
         return None

@@ -34,7 +34,8 @@ from agentrl.models import lora
 from agentrl.plugins.types import Json
 from agentrl.profiling.step import SYNC
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
-from agentrl.recipe.schema import Recipe, TeacherSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import TeacherSection
 from agentrl.weights.addresses import same_host
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.publisher import Publisher
@@ -115,26 +116,26 @@ class TrainWorker(InstrumentedWorker):
 
     @register(RANK_ZERO)
     def role_costs(self) -> tuple[dict[str, Cost], float | None]:
-        """Return the cost of each role's passes, and the peak of this rank's device (FLOP/s; None: not known)."""
+        """The cost of each role's passes, and the peak of this rank's device (FLOP/s; None: not known)."""
         some = next(role for name in ROLES if (role := getattr(self, name, None)) is not None)
         return costs(self), peak_of(some.model, self.recipe, self.device)
 
     @register(SPLIT)
     @instrumented("actor")
     def logprobs(self, batch: Batch) -> Floats:
-        """Return the actor's log-probs of the rank's part of a batch."""
+        """The actor's log-probs of the rank's part of a batch."""
         return self.actor.logprobs(batch)
 
     @register(SPLIT)
     @instrumented("actor")
     def entropies(self, batch: Batch) -> Floats:
-        """Return the entropies of the rank's part of a batch."""
+        """The entropies of the rank's part of a batch."""
         return self.actor.entropies(batch)
 
     @register(SPLIT)
     @instrumented("reference")
     def reference_logprobs(self, batch: Batch) -> Floats:
-        """Return the reference's log-probs of the rank's part of a batch."""
+        """The reference's log-probs of the rank's part of a batch."""
         return self.reference.logprobs(batch)
 
     @register(ONE_TO_ALL)
@@ -150,7 +151,7 @@ class TrainWorker(InstrumentedWorker):
     @register(SPLIT)
     @instrumented("actor")
     def teacher_columns(self, batch: Batch, part: int) -> Batch:
-        """Return what the teacher of an environment says of the rank's part of a batch (see `Teacher.columns`)."""
+        """What the teacher of an environment says of the rank's part of a batch (see `Teacher.columns`)."""
         return self.teachers[part].columns(batch)
 
     @register(SPLIT)
@@ -167,7 +168,7 @@ class TrainWorker(InstrumentedWorker):
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)
     def next_weights(self) -> list[NamedTensor] | None:
-        """Return the next bucket on rank 0, None after the last. All ranks take part in gathering each tensor."""
+        """The next bucket on rank 0, None after the last. All ranks take part in gathering each tensor."""
         with torch.no_grad():
             bucket = next(self._weights, None)
         if bucket is None or self.rank:
@@ -187,7 +188,7 @@ class TrainWorker(InstrumentedWorker):
 
     @register(ONE_TO_ALL)
     def near(self, urls: Sequence[str]) -> list[str]:
-        """Return the servers that share this machine's memory, on its first rank: the one that sends to them."""
+        """The servers that share this machine's memory, on its first rank: the one that sends to them."""
         return [url for url in urls if same_host(url)] if self.local_rank == 0 else []
 
     @register(ONE_TO_ALL)
@@ -209,7 +210,7 @@ class TrainWorker(InstrumentedWorker):
 
     @register(ONE_TO_ALL)
     def make_room(self) -> None:
-        """Return GPU memory that torch has cached to the driver, for servers that share the GPU."""
+        """GPU memory that torch has cached to the driver, for servers that share the GPU."""
         torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -221,7 +222,7 @@ class TrainWorker(InstrumentedWorker):
     @register(SPLIT)
     @instrumented("critic")
     def values(self, batch: Batch) -> Floats:
-        """Return the critic's values of the rank's part of a batch."""
+        """The critic's values of the rank's part of a batch."""
         return self.critic.values(batch)
 
     @register(SPLIT)
@@ -232,13 +233,13 @@ class TrainWorker(InstrumentedWorker):
 
     @register(RANK_ZERO)
     def describe_reward_model(self) -> str:
-        """Return one line that says how scores are computed."""
+        """One line that says how scores are computed."""
         return self.reward_model.description
 
     @register(SPLIT)
     @instrumented("reward_model")
     def scores(self, batch: Batch) -> Floats:
-        """Return the reward model's scores of the rank's part of a batch."""
+        """The reward model's scores of the rank's part of a batch."""
         return self.reward_model.scores(batch)
 
     @register(ONE_TO_ALL)
@@ -248,7 +249,7 @@ class TrainWorker(InstrumentedWorker):
 
     @register(ONE_TO_ALL)
     def saved(self) -> bool:
-        """Return whether this rank's part is written, or failed."""
+        """Whether this rank's part is written, or failed."""
         return self._save is None or self._save.done()
 
     @register(ONE_TO_ALL)

@@ -42,7 +42,7 @@ class Check:
     tries: str
     """What is tried, in a few words."""
     run: "Callable[[Subject], str]"
-    """Returns what was measured, in a line. Raises NotHereError, CheckError, or whatever the part under test raises."""
+    """What was measured, in a line. Raises NotHereError, CheckError, or whatever the part under test raises."""
     remedy: str
     """Which key or package to change where it fails."""
     seconds: float = 120.0
@@ -71,7 +71,7 @@ class Finding:
     """Last lines that its process wrote; empty unless it failed."""
 
     def written(self) -> dict[str, Json]:
-        """Return it as JSON values."""
+        """It as JSON values."""
         return asdict(self)
 
     @classmethod

@@ -6,6 +6,7 @@ that failed the process ends: what comes next should not suffer from what that o
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ FINDINGS, RECIPE = "findings.jsonl", "recipe.yaml"
 def main(arguments: Sequence[str]) -> None:
     """Run the named checks, and write their findings: see the docstring of the module."""
     folder, place, *names = arguments
+    signal.signal(signal.SIGTERM, _end)
     from agentrl.doctor.check import Check, Status, perform
     from agentrl.doctor.subject import Subject
     from agentrl.plugins.registry import load_path
@@ -35,6 +37,10 @@ def main(arguments: Sequence[str]) -> None:
         subject.close()
     sys.stdout.flush()
     os._exit(0)  # whatever threads or processes a part has left
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
 
 
 def say(folder: Path, line: dict[str, Json]) -> None:

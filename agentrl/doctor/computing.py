@@ -20,7 +20,7 @@ from agentrl.models.load import load_model
 from agentrl.models.lora import adapter_parameters, add_adapter, switched_off
 from agentrl.models.prove import MISFITS, difference
 from agentrl.models.vision import Vision
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 
 MEAN, MOST = 0.1, 1.5
 """Nats between log-probs of one model in bfloat16 and in float32: in the mean, and at most. Wrong weights, or a wrong
@@ -34,7 +34,7 @@ ROW_TOKENS = {"cuda": 8192, "cpu": 1024}
 
 
 def gap(found: Tensor, wanted: Tensor, half: bool) -> str | None:
-    """Return why log-probs of the same tokens [N] are not those of one model; None where they are. half: either was
+    """Why log-probs of the same tokens [N] are not those of one model; None where they are. half: either was
     computed in half precision. NaN is beyond any bound."""
     off = (found - wanted).abs()
     mean, most = float(off.mean()), float(off.max())
@@ -45,7 +45,7 @@ def gap(found: Tensor, wanted: Tensor, half: bool) -> str | None:
 
 
 def is_half(model: Any) -> bool:
-    """Return whether the weights of a model are in half precision."""
+    """Whether the weights of a model are in half precision."""
     kind: torch.dtype = model.get_input_embeddings().weight.dtype
     return kind != torch.float32
 
@@ -115,7 +115,7 @@ def _forest(tokens: int) -> list[Segment]:
 
 
 def separately(query: Tensor, key: Tensor, value: Tensor, segments: list[Segment]) -> Tensor:
-    """Return attention of each segment over its prefix and itself, by its definition: float64 [P, H * D]."""
+    """Attention of each segment over its prefix and itself, by its definition: float64 [P, H * D]."""
     repeat = query.shape[1] // key.shape[1]
     q, k, v = query.double(), *(x.double().repeat_interleave(repeat, 1) for x in (key, value))
     out = torch.zeros_like(q)
@@ -145,7 +145,7 @@ def bfloat16(subject: Subject) -> str:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes that are free on a device."""
+    """The bytes that are free on a device."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     with open("/proc/meminfo", encoding="ascii") as file:
@@ -186,13 +186,13 @@ def lora(subject: Subject) -> str:
 
 
 def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
-    """Return what the model gives `ids` after `prompt`, by its own forward: float32 [len(ids)] on the CPU."""
+    """What the model gives `ids` after `prompt`, by its own forward: float32 [len(ids)] on the CPU."""
     return distributions(model, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 @torch.no_grad()
 def distributions(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
-    """Return the log-probs of all tokens at each of `ids` after `prompt`: float32 [len(ids), V] on the CPU. prompt:
+    """The log-probs of all tokens at each of `ids` after `prompt`: float32 [len(ids), V] on the CPU. prompt:
     keyed (`agentrl.images.keyed`) where it holds images."""
     if Vision.of(model):
         logits = Vision(model).logits(np.array([*prompt, *ids]))

@@ -74,7 +74,7 @@ def refuse(recipe: Recipe) -> None:
 
 
 def _due(chosen: Sequence[Check], found: dict[str, Finding], end: Callable[[Finding], None]) -> list[Check]:
-    """Return the checks that are still to run; those that rest on one that failed are left out."""
+    """The checks that are still to run; those that rest on one that failed are left out."""
     due = []
     for check in chosen:
         if check.name in found:
@@ -101,7 +101,7 @@ def _run(
         try:
             _follow(_Lines(folder / FINDINGS), tree, {check.name: check for check in due}, folder / "log", began, end)
         finally:
-            tree.end(at_once=True)
+            tree.end()  # what a check holds is freed as it is told to end
 
 
 def _follow(
@@ -165,7 +165,7 @@ class _Lines:
         self._path, self._at = path, 0
 
     def new(self) -> list[dict[str, Json]]:
-        """Return the whole lines since the last call."""
+        """The whole lines since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._at)
             whole = file.read().rpartition(b"\n")[0]

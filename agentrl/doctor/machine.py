@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from agentrl.compute.flops import TERA, known_peak
+from agentrl.containment.program import ProgramSandbox
 from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.subject import Subject
 from agentrl.models.dense import linear
@@ -24,7 +25,7 @@ from agentrl.models.prove import disproof
 from agentrl.plugins.registry import make_tool
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Session, Task
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 from agentrl.training.preflight import lacking_gpus
 
 GIGA = 1e9
@@ -122,7 +123,7 @@ def unmet_requirements(requirements: Iterable[str]) -> Iterable[str]:
 
 
 def compilers_missing(venv: Path, cuda: int | None = None) -> dict[str, str]:
-    """Return which of `COMPILERS` a server of this virtual environment does not find -> what is missing, in words.
+    """Which of `COMPILERS` a server of this virtual environment does not find -> what is missing, in words.
     cuda: the major version that nvcc has to have at least; None: any."""
     home, usual = os.environ.get("CUDA_HOME"), os.path.join("/usr/local/cuda", "bin")
     given = [os.path.join(home, "bin")] if home else []
@@ -140,7 +141,7 @@ def compilers_missing(venv: Path, cuda: int | None = None) -> dict[str, str]:
 
 
 def _release_of(nvcc: str) -> int | None:
-    """Return the major version of CUDA that a compiler belongs to; None: it does not say."""
+    """The major version of CUDA that a compiler belongs to; None: it does not say."""
     try:
         said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -150,13 +151,13 @@ def _release_of(nvcc: str) -> int | None:
 
 
 def cuda_of(installed: dict[str, str]) -> int | None:
-    """Return the major version of CUDA that the torch of an environment brings along; None: none."""
+    """The major version of CUDA that the torch of an environment brings along; None: none."""
     names = [name for name in installed if name.replace("_", "-").startswith("nvidia-cuda-runtime")]
     return int(installed[names[0]].partition(".")[0]) if names else None
 
 
 def driver() -> str | None:
-    """Return the version of the NVIDIA driver, by nvidia-smi; None where there is none."""
+    """The version of the NVIDIA driver, by nvidia-smi; None where there is none."""
     if (program := shutil.which("nvidia-smi")) is None:
         return None
     words = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -169,14 +170,14 @@ def driver() -> str | None:
 
 
 def server_venv(subject: Subject) -> Path | None:
-    """Return the virtual environment that launches the recipe's servers; None for an engine that has none."""
+    """The virtual environment that launches the recipe's servers; None for an engine that has none."""
     engine = subject.recipe.engine
     named = engine.args.get("venv") or os.environ.get(f"AGENTRL_{engine.name.upper()}_VENV")
     return Path(str(named)).expanduser() if named and not engine.args.get("urls") else None
 
 
 def versions_in(venv: Path) -> dict[str, str]:
-    """Return name -> version of what is installed in a virtual environment. Raises CheckError where it does not run."""
+    """Name -> version of what is installed in a virtual environment. Raises CheckError where it does not run."""
     words = [str(venv / "bin" / "python"), "-c", ASK]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -187,7 +188,7 @@ def versions_in(venv: Path) -> dict[str, str]:
 
 
 def selected(installed: dict[str, str]) -> list[str]:
-    """Return `name version` of the packages of SHOWN."""
+    """`name version` of the packages of SHOWN."""
     return [f"{name} {installed[name]}" for name in sorted(installed) if _shown(name)]
 
 
@@ -196,7 +197,7 @@ def _shown(name: str) -> bool:
 
 
 def nccl_of(installed: dict[str, str]) -> str | None:
-    """Return the version of NCCL that torch brings along there."""
+    """The version of NCCL that torch brings along there."""
     found = [version for name, version in installed.items() if name.replace("_", "-").startswith("nvidia-nccl")]
     return found[0] if found else None
 
@@ -230,14 +231,14 @@ def _check_product(device: torch.device, dtype: torch.dtype, tolerance: float, n
 
 
 def product_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Return FLOP/s of the best product of square matrices."""
+    """FLOP/s of the best product of square matrices."""
     width = 8192 if device.type == "cuda" else 1024
     a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
     return 2 * width**3 / fastest(lambda: linear(a, b), device)
 
 
 def bandwidth(device: torch.device) -> float:
-    """Return bytes a second that a copy in the device's memory reads and writes."""
+    """Bytes a second that a copy in the device's memory reads and writes."""
     size = (1 << 30) if device.type == "cuda" else (1 << 27)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -246,7 +247,7 @@ def bandwidth(device: torch.device) -> float:
 
 @torch.no_grad()
 def fastest(work: Callable[[], Tensor], device: torch.device) -> float:
-    """Return the seconds of the fastest call, after one that is not timed."""
+    """The seconds of the fastest call, after one that is not timed."""
     work()
     best, until = float("inf"), monotonic() + TIMED_SECONDS
     while monotonic() < until:
@@ -264,8 +265,12 @@ def _finish(device: torch.device) -> None:
 
 
 def sandbox(subject: Subject) -> str:
-    """Code runs in the sandbox of the tool `python`, and reaches neither the network nor the home folder."""
+    """Code runs in the sandbox of the tool `python`, and reaches neither the network, nor the home folder, nor the
+    machine's settings; a program that is an agent runs in that of `agent.sandbox`."""
     section = next((tool for tool in subject.recipe.tools if tool.name == TOOL), None)
+    agent = subject.recipe.agent
+    if agent is not None and agent.sandbox and agent.command:
+        ProgramSandbox.tried(agent.command[0], agent.sandbox_folders)
     if section is None and shutil.which("bwrap") is None:
         raise NotHereError("bubblewrap is not installed, and no tool of the recipe asks for it")
     tool = make_tool(section or ToolSection(name=TOOL))
@@ -286,6 +291,8 @@ async def _try_tool(tool: Any) -> str:
         "try:\n    socket.create_connection(('1.1.1.1', 53), 1); print('REACHED the network')\n"
         "except OSError:\n    pass\n"
         f"if os.path.exists({str(Path(__file__))!r}): print('REACHED a file')\n"
+        "try:\n    open('/proc/sys/kernel/core_pattern', 'r+'); print('REACHED the settings of the machine')\n"
+        "except OSError:\n    pass\n"
         "print(6 * 7)"
     )
     try:

@@ -17,7 +17,7 @@ from agentrl.doctor.check import Finding
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
-from agentrl.recipe.secrets import masked_text
+from agentrl.secrets import masked_text
 
 NAME = "agentrl-doctor.json"
 
@@ -37,7 +37,7 @@ def write_report(path: Path, recipe: Recipe, findings: Sequence[Finding]) -> Non
 
 
 def environment() -> dict[str, Json]:
-    """Return what the findings depend on: Python, system, and the versions of what agentrl needs."""
+    """What the findings depend on: Python, system, and the versions of what agentrl needs."""
     names = {Requirement(text).name for text in metadata.requires("agentrl") or ()}
     versions = {d.name: d.version for d in metadata.distributions() if d.name in names or d.name.startswith("nvidia")}
     return {
@@ -49,7 +49,7 @@ def environment() -> dict[str, Json]:
 
 
 def cleaned(value: object) -> Any:
-    """Return a JSON value without secrets, the home folder and the name of whoever has it."""
+    """A JSON value without secrets, the home folder and the name of whoever has it."""
     if isinstance(value, dict):
         return {key: cleaned(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -59,13 +59,4 @@ def cleaned(value: object) -> Any:
     for folder, short in ((Path.cwd(), "."), (Path.home(), "~")):
         if folder != Path(folder.anchor):
             value = value.replace(str(folder), short)
-    for secret in _secrets():
-        value = value.replace(secret, "***")
     return masked_text(value)
-
-
-def _secrets() -> list[str]:
-    """Return the values of environment variables whose names say that they are secret."""
-    from agentrl.recipe.secrets import is_secret
-
-    return [value for name, value in os.environ.items() if len(value) >= 8 and is_secret(name, value)]

@@ -27,7 +27,8 @@ from agentrl.models.load import load_model
 from agentrl.models.memory import plan_memory
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import dump_recipe
-from agentrl.recipe.schema import ClusterSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.training.run import resume_run, train
 
 WORKERS = 2
@@ -75,7 +76,7 @@ def kill_after_checkpoint(recipe: Path, folder: Path) -> None:
 
 
 def check_saved(folder: Path) -> int:
-    """Return the step of the newest checkpoint. Raises CheckError unless it is whole, UserError where it is damaged."""
+    """The step of the newest checkpoint. Raises CheckError unless it is whole, UserError where it is damaged."""
     saved = Checkpoints(folder / CHECKPOINTS, 1).latest()
     if saved is None:
         raise CheckError(f"no whole checkpoint was left in {folder / CHECKPOINTS}")
@@ -119,7 +120,7 @@ def workers(subject: Subject) -> str:
 
 
 def made_up(vocabulary: int) -> Batch:
-    """Return eight samples of four prompts, with all that an update reads."""
+    """Eight samples of four prompts, with all that an update reads."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, vocabulary, 12) for _ in range(4)]
     rows = [np.concatenate([prompts[i // 2], rng.integers(0, vocabulary, 8 + i)]) for i in range(8)]
@@ -188,14 +189,14 @@ def estimate(subject: Subject) -> str:
 
 
 def total_memory(device: torch.device) -> float:
-    """Return the bytes that a device has."""
+    """The bytes that a device has."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
 def step_seconds(recipe: Recipe, row: Mapping[str, Json]) -> float:
-    """Return seconds of a step of the recipe, by the metrics of a small one: training in proportion to the samples,
+    """Seconds of a step of the recipe, by the metrics of a small one: training in proportion to the samples,
     sampling to their number over that of those decoded at once, publishing as it was. A guess: few samples are slower
     each."""
     tried = small(recipe, Path()).rollout

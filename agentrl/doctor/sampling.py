@@ -74,7 +74,7 @@ def _check_turn(turn: Generation, vocabulary: int) -> None:
 
 
 def prompt_of(subject: Subject, turned: bool = False) -> list[int]:
-    """Return the ids of a short conversation, as the recipe's chat renders it: about a picture where the model sees,
+    """The ids of a short conversation, as the recipe's chat renders it: about a picture where the model sees,
     which may be turned upside down."""
     chat = subject.player.chat
     if not (isinstance(chat, Seeing) and subject.player.engine.images):
@@ -86,7 +86,7 @@ def prompt_of(subject: Subject, turned: bool = False) -> list[int]:
 
 
 def _picture(turned: bool) -> Any:
-    """Return a picture whose every part is told from every other by its color."""
+    """A picture whose every part is told from every other by its color."""
     y, x = np.mgrid[0:SIDE, 0:SIDE] * (255 / SIDE)
     pixels = np.stack([x, y, 255 - y], -1).astype(np.uint8)
     return Image.fromarray(pixels[::-1].copy() if turned else pixels)
@@ -114,7 +114,7 @@ def parity(subject: Subject) -> str:
 
 
 async def greedy(engine: Engine, prompt: list[int]) -> Generation:
-    """Return a turn of the likeliest tokens."""
+    """A turn of the likeliest tokens."""
     try:
         return await engine.generate(prompt, Sampling(TOKENS, temperature=0), "doctor/greedy")
     finally:
@@ -122,7 +122,7 @@ async def greedy(engine: Engine, prompt: list[int]) -> Generation:
 
 
 def compare(turn: Generation, model: Any, prompt: list[int], half: bool) -> str | None:
-    """Return why a greedy turn is not the model's, or None. half: either computes in half precision."""
+    """Why a greedy turn is not the model's, or None. half: either computes in half precision."""
     wanted = logprobs_of(model, prompt, turn.ids)
     found = torch.tensor(turn.logprobs)
     wrong = gap(found, wanted, half) or _unlikely(turn, model, prompt, wanted, half)
@@ -130,7 +130,7 @@ def compare(turn: Generation, model: Any, prompt: list[int], half: bool) -> str 
 
 
 def _unlikely(turn: Generation, model: Any, prompt: list[int], wanted: Tensor, half: bool) -> str | None:
-    """Return which token is not the likeliest, by more than log-probs may differ."""
+    """Which token is not the likeliest, by more than log-probs may differ."""
     best = distributions(model, prompt, turn.ids).amax(-1)
     if gap(best, wanted, half) is None:
         return None
@@ -266,7 +266,7 @@ def sleep(subject: Subject) -> str:
 
 
 def _held(subject: Subject) -> float:
-    """Return the bytes that are taken: on a GPU by all processes, on a CPU by the tensors of this one."""
+    """The bytes that are taken: on a GPU by all processes, on a CPU by the tensors of this one."""
     gc.collect()
     if subject.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.models.load import find_device, load_model, resolve_types
-from agentrl.recipe.schema import ClusterSection, EvalSection, ModelSection, ProfileSection, Recipe, TrackSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.cluster import ClusterSection
+from agentrl.recipe.sections.eval import EvalSection
+from agentrl.recipe.sections.model import ModelSection
+from agentrl.recipe.sections.track import ProfileSection, TrackSection
 from agentrl.rollout.event_loop import Runner
 
 if TYPE_CHECKING:  # what is heavy is imported by what needs it
@@ -102,7 +106,7 @@ class Subject:
 
 
 def small(recipe: Recipe, output: Path) -> Recipe:
-    """Return `recipe` with one step of a few short samples, written to `output`, without evaluation and trackers:
+    """`recipe` with one step of a few short samples, written to `output`, without evaluation and trackers:
     what a step does is the same, and how long it takes is not."""
     limits, train = recipe.rollout, recipe.train
     fewer = {
@@ -118,7 +122,7 @@ def small(recipe: Recipe, output: Path) -> Recipe:
 
 
 def embedded(recipe: Recipe, output: Path, device: str | None = None) -> Recipe:
-    """Return the recipe of a small run of the shipped problems with the embedded model, on the recipe's device or
+    """The recipe of a small run of the shipped problems with the embedded model, on the recipe's device or
     `device`."""
     model = ModelSection(device=device or recipe.model.device)
     return small(Recipe(model=model, env={"name": "gsm8k"}, tools=({"name": "calculator"},)), output)  # type: ignore[arg-type]

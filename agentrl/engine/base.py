@@ -14,10 +14,12 @@ import numpy.typing as npt
 
 from agentrl.chat.base import Chat
 from agentrl.cluster.placement import Launched
+from agentrl.constraint import Constraint
 from agentrl.errors import PlainError, UserError
 from agentrl.plugins.registry import load
 from agentrl.plugins.types import Json
-from agentrl.recipe.schema import EngineSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.rollout import EngineSection
 from agentrl.weights.source import WeightSource
 
 
@@ -53,6 +55,9 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     """Token ids that end the turn."""
 
+    constraint: Constraint | None = None
+    """What the turn must look like; None: anything. An engine that cannot keep to it raises ConstraintError."""
+
     seed: int | None = None
     """Seed: equal seeds, ids and weights give equal tokens, independent of the rest of the batch. None: random."""
 
@@ -66,7 +71,7 @@ class Generation:
 
     logprobs: list[float]
     """Natural log-prob of each id under softmax(logits / temperature), before top-p and top-k; at temperature 0, under
-    softmax(logits)."""
+    softmax(logits). Under a constraint of the logits that it allows."""
 
     finish: GenerationFinish
     """Why sampling stopped."""
@@ -77,6 +82,13 @@ class Generation:
 
     usage: Mapping[str, int] = field(default_factory=dict)
     """What an endpoint counted, which tokens here do not say: `input`, `cached_input` (part of it) and `output`."""
+
+    allowed: Sequence[bytes] | None = None
+    """Under a constraint, for each id those that were allowed (`constraint.packed`); its log-prob is that under softmax
+    over them. None: nothing was constrained."""
+
+    trainable: bool = True
+    """Whether the trainer can compute the log-probs: False under a constraint whose allowed ids are not known."""
 
     experts: npt.NDArray[np.int16] | None = None
     """int16 [n, layers, experts a token]: what the routers of a mixture chose for the first n tokens of the prompt and
@@ -100,6 +112,10 @@ class EngineError(PlainError):
     """An error of the engine: the request becomes FAILED with boundary `engine`, without a reward."""
 
 
+class ConstraintError(EngineError):
+    """A constraint that the engine cannot keep to: the call is refused, and the request goes on."""
+
+
 class Engine(Protocol):
     """The contract of an engine. A class that a recipe names in `engine.name` derives from it; the methods below are
     the defaults. `generate` may be called by thousands of coroutines at once."""
@@ -117,6 +133,9 @@ class Engine(Protocol):
     tells_experts: ClassVar[bool] = False
     """Whether it fills `Generation.experts` where its class is given `routing_replay=True`."""
 
+    constrains: ClassVar[bool] = False
+    """Whether it keeps to `Sampling.constraint`; where not, it is not given any."""
+
     images: bool = False
     """Whether prompts may hold images: ids of `generate` that are negative, as `agentrl.images.keyed` makes them."""
 
@@ -125,13 +144,13 @@ class Engine(Protocol):
 
     @staticmethod
     def missing(recipe: Recipe) -> list[str]:
-        """Return what this machine lacks to run the engine as `recipe` says, and what of it cannot work, one line
+        """What this machine lacks to run the engine as `recipe` says, and what of it cannot work, one line
         each. Starts nothing."""
         return []
 
     @staticmethod
     def launched(args: Mapping[str, Json]) -> Launched:
-        """Return the servers that the engine launches on this machine with these `engine.args`, for the table of
+        """The servers that the engine launches on this machine with these `engine.args`, for the table of
         devices (`cluster/placement.py`), which gives an engine whose class takes `devices` those of each server.
 
         Raises ValueError for an argument that is not a number but should be.
@@ -150,7 +169,8 @@ class Engine(Protocol):
         """Sample one turn after the prompt `ids`. Raises EngineError.
 
         Calls with the same `request_id` are turns of one conversation. Each prompt begins with the previous prompt and
-        answer, so that their cached state may be kept until `finish(request_id)`.
+        answer, so that their cached state may be kept until `finish(request_id)`; where a stop string ended the turn
+        (`engine/stops.py`), with the answer up to there, which may be less than the engine sampled.
 
         on_tokens: called with the ids that were sampled since its last call, each id once and in order, the last ones
         before this returns: together they are `Generation.ids`. What it raises is logged by the event loop.
@@ -203,7 +223,7 @@ than the answer takes to read."""
 
 
 def checked_prompt(ids: Sequence[int], request_id: str, vocabulary: int, images: bool) -> IntArray:
-    """Return the prompt of a request as an array of its own. images: see `Engine.images`. Raises EngineError: it is
+    """The prompt of a request as an array of its own. images: see `Engine.images`. Raises EngineError: it is
     empty, or an id is outside the vocabulary."""
     prompt: IntArray = np.array(ids if isinstance(ids, array) else array("q", ids))
     if not len(prompt):
@@ -216,7 +236,7 @@ def checked_prompt(ids: Sequence[int], request_id: str, vocabulary: int, images:
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the class of the engine `name`, which declares the engine's capabilities before an instance exists.
+    """The class of the engine `name`, which declares the engine's capabilities before an instance exists.
 
     Raises UserError if there is no such engine, or if it is not a class derived from `Engine`.
     """
@@ -227,7 +247,7 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def launched_by(section: EngineSection) -> Launched:
-    """Return the servers that an engine launches. Raises UserError for flags of servers that should be numbers."""
+    """The servers that an engine launches. Raises UserError for flags of servers that should be numbers."""
     try:
         return engine_class(section.name).launched(section.args)
     except (TypeError, ValueError) as error:

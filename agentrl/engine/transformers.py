@@ -12,14 +12,25 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling, checked_prompt
+from agentrl.engine.base import (
+    ConstraintError,
+    Engine,
+    EngineError,
+    Generation,
+    GenerationFinish,
+    OnTokens,
+    Sampling,
+    checked_prompt,
+)
+from agentrl.engine.grammar import Grammars, Matcher, matcher_for
 from agentrl.engine.local.choose import PROBE_TOKENS, TOLERANCE
-from agentrl.engine.local.engine import context_of, copy_into
+from agentrl.engine.local.engine import copy_into
 from agentrl.engine.local.module_runner import evaluating
-from agentrl.engine.local.sampler import Choice, key_of, sample
+from agentrl.engine.local.sampler import Choice, constrained, key_of, sample
 from agentrl.errors import UserError
 from agentrl.images import STORE, runs
 from agentrl.models.prove import disproof
+from agentrl.models.shape import context_of
 from agentrl.models.vision import Vision
 from agentrl.threads import in_thread
 
@@ -35,6 +46,7 @@ class _Row:
     key: int
     future: "asyncio.Future[Generation]"
     on_tokens: OnTokens | None = None
+    matcher: Matcher | None = None
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     aborted: bool = False
@@ -66,18 +78,21 @@ class _Chooser:
             top_p=np.array([s.top_p for s in asked], np.float32),
             top_k=np.array([s.top_k for s in asked], np.int64),
         )
-        tokens, logprobs = sample(scores.float(), choice)
+        bits = {i: r.matcher.bits() for i, r in enumerate(self._rows) if r.matcher is not None and r.finish is None}
+        tokens, logprobs = sample(constrained(scores.float(), bits), choice)
         for row, token, logprob in zip(self._rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if row.finish is None:
                 row.ids.append(token)
                 row.logprobs.append(logprob)
+                if row.matcher is not None:
+                    row.matcher.take(token)
                 if row.on_tokens is not None:  # this is a thread of its own
                     row.future.get_loop().call_soon_threadsafe(row.on_tokens, (token,))
         chosen = torch.from_numpy(tokens).to(scores.device)[:, None]
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
     def done(self, input_ids: Tensor, scores: object) -> Tensor:
-        """Return which rows are done, bool [B]."""
+        """Which rows are done, bool [B]."""
         return torch.tensor([row.finish is not None for row in self._rows], device=input_ids.device)
 
 
@@ -86,7 +101,8 @@ class TransformersEngine(Engine):
     `generate` extends; those that come meanwhile wait until all of it are done. Nothing is kept between turns.
 
     max_context: tokens of prompt and answer together (None: what the configuration says). overlap: whether it samples
-    while the trainer changes `model` (`rollout.overlap`): it then keeps a copy of the weights.
+    while the trainer changes `model` (`rollout.overlap`): it then keeps a copy of the weights. tokenizer: what
+    constraints are read by; without one none is kept to.
 
     The probability of a token is that of the model's own logits, by temperature, top_p and top_k of the request alone:
     what the model's `generation_config` would change is left out, as the trainer does not know of it. A seed gives the
@@ -95,8 +111,17 @@ class TransformersEngine(Engine):
 
     in_process: ClassVar[bool] = True
     streams: ClassVar[bool] = True
+    constrains: ClassVar[bool] = True
 
-    def __init__(self, model: Any, *, max_batch: int, max_context: int | None = None, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_batch: int,
+        max_context: int | None = None,
+        overlap: bool = False,
+        tokenizer: Any = None,
+    ) -> None:
         if max_batch < 1:
             raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
         if getattr(model.config, "is_encoder_decoder", False) or not hasattr(model, "generate"):
@@ -104,9 +129,10 @@ class TransformersEngine(Engine):
         self._followed = model if overlap else None
         self._model = copy.deepcopy(model).requires_grad_(False) if overlap else model
         self._max_batch = max_batch
-        own = context_of(model)
+        own = context_of(model.config)
         self._context = min(own, max_context or own)
         self._vocabulary = model.get_input_embeddings().weight.shape[0]
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, self._vocabulary)
         self.images = Vision.of(model)
         self._ragged: bool | None = None  # whether prompts of several lengths may share a batch; None: not tried
         self._waiting: list[_Row] = []
@@ -125,12 +151,14 @@ class TransformersEngine(Engine):
     ) -> Generation:
         """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
         EngineError on an empty prompt, ids outside the vocabulary, or a second call for a request that is running."""
+        matcher = await matcher_for(self._grammars, sampling)
         prompt = self._checked(ids, request_id)
         room = min(sampling.max_tokens, self._context - len(prompt))
         if room <= 0:
             return Generation([], [], GenerationFinish.LENGTH, self._version)
         key = secrets.randbits(64) if sampling.seed is None else key_of(sampling.seed)
-        row = _Row(request_id, prompt, sampling, room, key, asyncio.get_running_loop().create_future(), on_tokens)
+        future = asyncio.get_running_loop().create_future()
+        row = _Row(request_id, prompt, sampling, room, key, future, on_tokens, matcher)
         self._waiting.append(row)
         self._start()
         try:
@@ -267,7 +295,7 @@ class TransformersEngine(Engine):
             )
 
     def _images(self, prompts: Sequence[Sequence[int]], width: int) -> dict[str, Tensor]:
-        """Return what `generate` is given for the images of keyed prompts, padded to `width`; empty: there are none."""
+        """What `generate` is given for the images of keyed prompts, padded to `width`; empty: there are none."""
         keys = [run.key for prompt in prompts for run in runs(np.array(prompt, np.int64))] if self.images else []
         if not keys:
             return {}
@@ -277,7 +305,7 @@ class TransformersEngine(Engine):
         return {**made, "mm_token_type_ids": torch.tensor(kinds)}
 
     def _may_be_ragged(self) -> bool:
-        """Return whether padding on the left changes nothing, tried on two prompts: a model whose state is not keys and
+        """Whether padding on the left changes nothing, tried on two prompts: a model whose state is not keys and
         values by position reads the padding."""
         rng = np.random.default_rng(0)
         long, short = (rng.integers(0, self._vocabulary, n).tolist() for n in (PROBE_TOKENS, PROBE_TOKENS - 5))
@@ -286,7 +314,7 @@ class TransformersEngine(Engine):
         return disproof(lambda: self._first([long, short]), apart, tolerance) is None
 
     def _first(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Return the log-probs of the second token after each prompt, whose first is id 0: [B, vocab]."""
+        """The log-probs of the second token after each prompt, whose first is id 0: [B, vocab]."""
         seen: list[Tensor] = []
 
         def choose(input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -301,4 +329,9 @@ class TransformersEngine(Engine):
 
 def _deliver(row: _Row, version: int) -> None:
     if not row.future.done():
-        row.future.set_result(Generation(row.ids, row.logprobs, row.finish or GenerationFinish.ABORT, version))
+        matcher, finish = row.matcher, row.finish or GenerationFinish.ABORT
+        if matcher is not None and matcher.error is not None:
+            row.future.set_exception(ConstraintError(f"the answer: {matcher.error}"))
+            return
+        allowed = None if matcher is None else matcher.allowed
+        row.future.set_result(Generation(row.ids, row.logprobs, finish, version, allowed=allowed))

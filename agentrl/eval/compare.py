@@ -103,7 +103,7 @@ class Paired:
         return sorted((one for one in self.pairs if one.difference < 0), key=lambda one: one.difference)
 
     def json(self) -> dict[str, Json]:
-        """Return the fields as a dictionary, which `json.dumps` takes."""
+        """The fields as a dictionary, which `json.dumps` takes."""
         tasks = {"gained": [asdict(one) for one in self.gained], "lost": [asdict(one) for one in self.lost]}
         return {
             "split": self.split, "a": self.a, "b": self.b, "pairs": len(self.pairs), "alone": dict(self.alone),
@@ -125,7 +125,7 @@ class Comparison:
     """Lines about what was left out."""
 
     def json(self) -> dict[str, Json]:
-        """Return sides and comparisons as JSON values."""
+        """Sides and comparisons as JSON values."""
         sides = {
             one.letter: {"name": one.name, "model": one.model, "files": {s: str(f.path) for s, f in one.files.items()}}
             for one in self.sides
@@ -185,7 +185,7 @@ _Found = tuple[Path, dict[str, Stored]]
 
 
 def _stored(name: str) -> _Found | None:
-    """Return the folder and files of the evaluation that a name stands for; None: it is a model that is to be
+    """The folder and files of the evaluation that a name stands for; None: it is a model that is to be
     evaluated. Raises UserError."""
     folder, step = Path(name), None
     if not folder.exists() and (m := re.fullmatch(r"(.+)@(\d{1,9})", name)) and Path(m[1]).is_dir():
@@ -213,7 +213,7 @@ def _stored(name: str) -> _Found | None:
 
 
 def _run_of(folder: Path) -> tuple[Path, int] | None:
-    """Return run and step of a checkpoint of a run that was evaluated after it."""
+    """Run and step of a checkpoint of a run that was evaluated after it."""
     m = re.fullmatch(r"step_(\d{1,9})", folder.name)
     run = folder.parent.parent
     if m is None or folder.parent.name != "checkpoints" or not _files(run, int(m[1])):
@@ -222,7 +222,7 @@ def _run_of(folder: Path) -> tuple[Path, int] | None:
 
 
 def _files(folder: Path, step: int | None) -> dict[str, Stored]:
-    """Return the stored evaluations of a folder by split: those after a step, or the newest of each."""
+    """The stored evaluations of a folder by split: those after a step, or the newest of each."""
     found = [one for one in stored_files(folder / TRAJECTORIES) if one.evaluation and step in (None, one.step)]
     return {one.split: one for one in found}
 
@@ -233,7 +233,7 @@ def _steps(folder: Path) -> str:
 
 
 def _first_and_last(name: str, stored: _Found) -> tuple[_Found, _Found]:
-    """Return the first and the newest evaluation of each split that a run has evaluated twice; `stored`: the newest.
+    """The first and the newest evaluation of each split that a run has evaluated twice; `stored`: the newest.
     Raises UserError: there is none."""
     folder, newest = stored
     every = [one for one in stored_files(folder / TRAJECTORIES) if one.evaluation]
@@ -245,7 +245,7 @@ def _first_and_last(name: str, stored: _Found) -> tuple[_Found, _Found]:
 
 
 def _named(name: str, folder: Path, files: Mapping[str, Stored]) -> str:
-    """Return a name with the steps of the run's evaluations."""
+    """A name with the steps of the run's evaluations."""
     if all(one.step == 0 for one in files.values()) or re.search(r"@[\d,]+$|checkpoints/step_\d+/?$", name):
         return name
     return _at(folder, files)
@@ -290,7 +290,7 @@ def _evaluated(
 
 
 def _alike(how: Recipe, known: Sequence[_Found], splits: Sequence[str] | None) -> tuple[Recipe, list[str]]:
-    """Return a recipe with as many tasks and samples as the stored evaluations have, and their splits."""
+    """A recipe with as many tasks and samples as the stored evaluations have, and their splits."""
     chosen = list(splits or [split for split in known[0][1] if all(split in files for _, files in known)])
     played = [
         one for _, files in known for split in chosen if split in files for one in read_outcomes(files[split].path)
@@ -371,7 +371,7 @@ def _pair(
 
 
 def _tasks(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    """Return the samples by the task's id; those of a task that comes several times are one's."""
+    """The samples by the task's id; those of a task that comes several times are one's."""
     found: dict[str, list[Outcome]] = {}
     for task in by_task(outcomes):
         found.setdefault(task[0].task, []).extend(task)
@@ -398,7 +398,7 @@ def _nothing(
 
 
 def points(share: float, sign: bool = True) -> str:
-    """Return a difference in percentage points, such as `+3.1`."""
+    """A difference in percentage points, such as `+3.1`."""
     return f"{100 * share:+.1f}" if sign else f"{100 * share:.1f}"
 
 

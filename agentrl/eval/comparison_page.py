@@ -48,7 +48,7 @@ def write_page(comparison: Comparison, path: str) -> None:
 
 
 def render(comparison: Comparison) -> str:
-    """Return the page. Raises UserError: what is stored is damaged."""
+    """The page. Raises UserError: what is stored is damaged."""
     sides = {side.letter: side for side in comparison.sides}
     title = " and ".join(side.name for side in comparison.sides)
     names = "".join(
@@ -65,7 +65,7 @@ def render(comparison: Comparison) -> str:
 
 
 def _intervals(paired: Sequence[Paired]) -> str:
-    """Return a drawing of all differences with their intervals."""
+    """A drawing of all differences with their intervals."""
     bounds = [0.0, *(bound for one in paired for bound in (one.found.low, one.found.high))]
     low, high = min(bounds), max(bounds)
     room = (high - low) * 0.08 or 0.1
@@ -142,7 +142,7 @@ def _task(pair: TaskPair, one: Paired, sides: Mapping[str, Side], found: Sequenc
 
 
 def _chosen(side: Side, split: str, tasks: set[str], solved: bool) -> dict[str, Record]:
-    """Return a sample of each task, one that is solved or not as asked where there is one."""
+    """A sample of each task, one that is solved or not as asked where there is one."""
     found: dict[str, Record] = {}
     for record in read_records(side.files[split].path):
         task = record["task"]

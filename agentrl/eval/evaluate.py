@@ -39,7 +39,7 @@ class Evaluation:
     """Lines about tasks or samples that were left out, and about resources that could not be closed."""
 
     def __getitem__(self, split: str) -> SplitResult:
-        """Return the result of `split`. Raises StopIteration if it was not evaluated."""
+        """The result of `split`. Raises StopIteration if it was not evaluated."""
         return next(r for r in self.splits if r.split == split)
 
     outcomes: Mapping[str, Sequence[Outcome]] = field(default_factory=dict, compare=False, repr=False)
@@ -48,7 +48,7 @@ class Evaluation:
     """Where the conversations are; None where they were not kept."""
 
     def json(self) -> dict[str, Json]:
-        """Return model, environment, notes and the results by split as JSON values."""
+        """Model, environment, notes and the results by split as JSON values."""
         splits = {r.split: r.json() for r in self.splits}
         return {"model": self.model, "env": self.env, "notes": list(self.notes), "splits": splits}
 
@@ -98,7 +98,7 @@ def evaluate(
 
 
 def model_of(path: str) -> str:
-    """Return the model folder of a run: its best checkpoint, else its last one, else the model of its warm start.
+    """The model folder of a run: its best checkpoint, else its last one, else the model of its warm start.
 
     Any path or name that is not a run folder is returned unchanged. Raises UserError for a run without a checkpoint.
     """
@@ -161,7 +161,7 @@ async def play(
 
 
 def played_recipe(recipe: Recipe, model: str | None, splits: Sequence[str]) -> Recipe:
-    """Return the recipe that says what is played: with the model and the splits in it."""
+    """The recipe that says what is played: with the model and the splits in it."""
     recipe = recipe.changed(eval={"splits": tuple(splits)}, output=None)
     return recipe if model is None else recipe.changed(model={"path": model, "lora": None})
 
@@ -176,7 +176,7 @@ async def play_split(
     only = [[i for i in range(held_out.samples) if (group, i) not in known] for group in range(len(tasks))]
     keeper = None
     if store is not None:
-        keeper = Keeper(store, split, lambda t: environment_of(env, t.task), held_out.player.recipe.secrets)
+        keeper = Keeper(store, split, lambda t: environment_of(env, t.task))
 
     def on_sample(group: int, trajectory: Trajectory) -> None:
         solved = held_out.solved(trajectory) if trajectory.valid else None
@@ -207,7 +207,7 @@ async def play_split(
 
 
 def done(store: EvaluationFolder, split: str, tasks: Sequence[Task], together: bool) -> dict[tuple[int, int], Outcome]:
-    """Return the valid outcomes that are stored of a split, by task and sample. together: a task of which a sample
+    """The valid outcomes that are stored of a split, by task and sample. together: a task of which a sample
     failed is left out as a whole, since its samples are scored together.
 
     Raises UserError: the environment has other tasks by now.
@@ -244,7 +244,7 @@ def check_tasks(env: Environment, splits: Iterable[str], recipe: Recipe) -> None
 
 
 def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
-    """Return the splits to report: those of `eval.splits`, else those of `reported`.
+    """The splits to report: those of `eval.splits`, else those of `reported`.
 
     Raises UserError for a split that the environment does not have.
     """
@@ -257,12 +257,12 @@ def chosen_splits(env: Environment, recipe: Recipe) -> tuple[str, ...]:
 
 
 def reported(env: Environment) -> tuple[str, ...]:
-    """Return the held-out splits that are not for validation; all held-out splits if there are no others."""
+    """The held-out splits that are not for validation; all held-out splits if there are no others."""
     return tuple(split for split in env.splits if not is_validation(split)) or tuple(env.splits)
 
 
 def choosing_split(env: Environment, recipe: Recipe, splits: tuple[str, ...]) -> str | None:
-    """Return the split that is evaluated during training to choose the best checkpoint; None: nothing is evaluated.
+    """The split that is evaluated during training to choose the best checkpoint; None: nothing is evaluated.
 
     It is the environment's first validation split if the recipe evaluates during training, else the first of `splits`,
     the reported ones.

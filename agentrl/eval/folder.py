@@ -4,7 +4,6 @@ It has the form of a run folder without checkpoints. What ends is written in par
 that little is lost when the process is killed; they become one file once their split is done.
 """
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES, FolderLock
 from agentrl.errors import UserError
 from agentrl.eval.outcome import Outcome, by_task, read_outcomes
 from agentrl.eval.result import TaskResult
+from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import differing, dump_recipe, load_recipe
 from agentrl.recipe.schema import Recipe
@@ -65,7 +65,7 @@ class EvaluationFolder:
 
     @classmethod
     def new(cls, path: Path) -> "EvaluationFolder":
-        """Return an empty folder, which is made. Raises UserError: it cannot be made, or holds something."""
+        """An empty folder, which is made. Raises UserError: it cannot be made, or holds something."""
         made = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ class EvaluationFolder:
 
     @classmethod
     def existing(cls, path: Path) -> "EvaluationFolder":
-        """Return the folder of an evaluation to go on with. Raises UserError: there is none."""
+        """The folder of an evaluation to go on with. Raises UserError: there is none."""
         if (path / "metrics.jsonl").exists() or (path / "checkpoints").exists():
             raise UserError(f"--resume {path}: a training run, not an evaluation: agentrl train --resume {path}")
         if not (path / RECIPE).is_file():
@@ -85,7 +85,7 @@ class EvaluationFolder:
         return cls(path)
 
     def recipe(self, overrides: Sequence[str] = ()) -> Recipe:
-        """Return the recipe that it plays, with `overrides`. Raises UserError: it cannot be read, or one of them is of
+        """The recipe that it plays, with `overrides`. Raises UserError: it cannot be read, or one of them is of
         what must stay as it was."""
         before, now = load_recipe(self.path / RECIPE), load_recipe(self.path / RECIPE, overrides)
         if fixed := [key for key in differing(before, now) if not key.startswith(FREE)]:
@@ -107,18 +107,18 @@ class EvaluationFolder:
             raise UserError(f"{self.path}: cannot be written to: {getattr(error, 'strerror', error)}") from error
 
     def file(self, split: str) -> Path:
-        """Return the path of the conversations of a split."""
+        """The path of the conversations of a split."""
         return self.path / TRAJECTORIES / f"eval_{split}_0.parquet"
 
     def parts(self, split: str) -> list[Path]:
-        """Return what holds conversations of a split: its file, then what was written since, the oldest first."""
+        """What holds conversations of a split: its file, then what was written since, the oldest first."""
         form = re.compile(rf"\.eval_{re.escape(split)}_0\.part_(\d+)\.parquet", re.DOTALL)
         folder = self.path / TRAJECTORIES
         found = [(int(m[1]), path) for path in folder.iterdir() if (m := form.fullmatch(path.name))]
         return [*([self.file(split)] if self.file(split).exists() else []), *(path for _, path in sorted(found))]
 
     def stored(self, split: str) -> list[Outcome]:
-        """Return the outcomes that are stored of a split, of each sample the last one. Raises UserError: damaged."""
+        """The outcomes that are stored of a split, of each sample the last one. Raises UserError: damaged."""
         parts = self.parts(split)
         return list({(one.group, one.sample): one for path in parts for one in read_outcomes(path)}.values())
 
@@ -138,13 +138,13 @@ class EvaluationFolder:
     def write(self, found: dict[str, Json], outcomes: dict[str, Sequence[Outcome]]) -> None:
         """Write the figures, and what became of each task. Raises UserError: the disk refuses it."""
         lines = [
-            json.dumps({"split": split, **asdict(TaskResult.of(task))})
+            dumps({"split": split, **asdict(TaskResult.of(task))})
             for split, those in outcomes.items()
             for task in by_task(those)
         ]
         try:
             write_whole(self.path / TASKS, "".join(line + "\n" for line in lines))
-            write_whole(self.path / EVALUATION, json.dumps(found, indent=2) + "\n")
+            write_whole(self.path / EVALUATION, dumps(found, indent=2) + "\n")
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path}: cannot be written to: {getattr(error, 'strerror', error)}") from error
 
@@ -176,8 +176,6 @@ class Keeper:
     """The split that is played."""
     environment: Callable[[Trajectory], str]
     """The name of that of a trajectory's task."""
-    secrets: Sequence[str] = ()
-    """Texts that are masked."""
     _waiting: list[tuple[Trajectory, Row]] = field(default_factory=list)
     _started: float = field(default_factory=time.monotonic)
     _wrote: float = field(default_factory=time.monotonic)
@@ -189,7 +187,7 @@ class Keeper:
 
     def add(self, trajectory: Trajectory, outcome: Outcome) -> None:
         """Keep a sample. Raises UserError: the disk refuses it."""
-        facts = row(trajectory, environment=self.environment(trajectory), solved=outcome.solved, secrets=self.secrets)
+        facts = row(trajectory, environment=self.environment(trajectory), solved=outcome.solved)
         place = {"step": 0, "evaluation": True, "split": self.split, "group": outcome.group}
         self._waiting.append((trajectory, {**facts, **place, "left_out": left_out(trajectory, None, None)}))
         now = time.monotonic()

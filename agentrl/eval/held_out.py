@@ -90,7 +90,7 @@ class HeldOut:
         )
 
     def solved(self, trajectory: Trajectory) -> bool:
-        """Return the environment's `solved` for a finished trajectory.
+        """The environment's `solved` for a finished trajectory.
 
         Raises UserError if `solved` raises, or returns anything but a bool.
         """
@@ -98,7 +98,7 @@ class HeldOut:
 
 
 def solved_by(env: Environment, trajectory: Trajectory) -> bool:
-    """Return the environment's `solved` for a finished trajectory. Raises UserError as `HeldOut.solved`."""
+    """The environment's `solved` for a finished trajectory. Raises UserError as `HeldOut.solved`."""
     whose = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
     found = call_plugin(whose, env.solved, trajectory.rewards, trajectory.task)
     if not isinstance(found, bool | np.bool_):
@@ -111,6 +111,6 @@ SAMPLING = ("temperature", "top_p", "top_k", "max_turns", "max_turn_tokens", "ma
 
 
 def sampling_of(recipe: Recipe) -> dict[str, Json]:
-    """Return the keys of SAMPLING whose value `eval` replaces, and that value."""
+    """The keys of SAMPLING whose value `eval` replaces, and that value."""
     given = {name: getattr(recipe.eval, name) for name in SAMPLING}
     return {name: value for name, value in given.items() if value is not None}

@@ -69,7 +69,7 @@ class Outcome:
 
     @classmethod
     def of(cls, t: Trajectory, group: int, solved: bool | None, environment: str = "") -> "Outcome":
-        """Return that of a trajectory."""
+        """That of a trajectory."""
         lost = None if t.failure is None else f"{t.failure.boundary}: {t.failure.message}"
         if lost is None and not t.valid:
             lost = str(t.finish)
@@ -95,7 +95,7 @@ class Outcome:
 
     @classmethod
     def read(cls, row: Row) -> "Outcome":
-        """Return that of a stored sample by COLUMNS. Raises ValueError, TypeError, AttributeError, LookupError:
+        """That of a stored sample by COLUMNS. Raises ValueError, TypeError, AttributeError, LookupError:
         damaged."""
         lost = None if row["boundary"] is None else f"{row['boundary']}: {row['error'] or ''}"
         if lost is None and row["finish"] in (FinishReason.ERROR, FinishReason.ABORTED):
@@ -128,7 +128,7 @@ class Outcome:
 
 
 def outcomes_of(groups: Sequence[Group], solved: Callable[[Trajectory], bool]) -> list[Outcome]:
-    """Return those of groups. solved: asked of every valid trajectory."""
+    """Those of groups. solved: asked of every valid trajectory."""
     return [
         Outcome.of(t, index, solved(t) if t.valid else None)
         for index, group in enumerate(groups)
@@ -137,7 +137,7 @@ def outcomes_of(groups: Sequence[Group], solved: Callable[[Trajectory], bool]) -
 
 
 def read_outcomes(path: Path) -> list[Outcome]:
-    """Return those of a stored evaluation, of whatever version. Raises UserError: it is damaged."""
+    """Those of a stored evaluation, of whatever version. Raises UserError: it is damaged."""
     try:
         rows = read_rows(path, COLUMNS) if path.suffix == ".parquet" else _of_lines(path)
         return [Outcome.read(row) for row in rows]
@@ -147,7 +147,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def _of_lines(path: Path) -> list[Row]:
-    """Return rows of a file of an older version, which had neither groups nor an environment."""
+    """Rows of a file of an older version, which had neither groups nor an environment."""
     places: dict[str, int] = {}
     found = []
     for record in read_records(path):
@@ -177,7 +177,7 @@ def _of_lines(path: Path) -> list[Row]:
 
 
 def by_task(outcomes: Iterable[Outcome]) -> list[list[Outcome]]:
-    """Return the samples of each task together, in the order of the tasks and samples."""
+    """The samples of each task together, in the order of the tasks and samples."""
     found: dict[int, list[Outcome]] = {}
     for one in sorted(outcomes, key=lambda one: (one.group, one.sample)):
         found.setdefault(one.group, []).append(one)

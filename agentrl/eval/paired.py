@@ -41,7 +41,7 @@ class Difference:
 
 
 def difference(values: Sequence[float] | Values, denominator: int | None = None, mcnemar: bool = False) -> Difference:
-    """Return the mean of the differences of all tasks, one or more, with its interval and test.
+    """The mean of the differences of all tasks, one or more, with its interval and test.
 
     denominator: a number whose product with each is whole, if there is one. mcnemar: each is of one sample a side.
     """
@@ -60,7 +60,7 @@ def difference(values: Sequence[float] | Values, denominator: int | None = None,
 
 
 def permutation_p(d: Values, denominator: int | None = None) -> tuple[float, bool]:
-    """Return the two-sided p of a mean this far from 0, where A and B of every task are exchanged at random, and
+    """The two-sided p of a mean this far from 0, where A and B of every task are exchanged at random, and
     whether it is exact: with one sample a side it is McNemar's exact test (1947).
 
     denominator: as of `difference`; None, and for very many tasks: 100,000 exchanges are drawn.
@@ -77,7 +77,7 @@ def permutation_p(d: Values, denominator: int | None = None) -> tuple[float, boo
 
 
 def _exact(sizes: npt.NDArray[np.int64], seen: int) -> float:
-    """Return how likely the sizes, each with a random sign, sum to `seen` or more, or to its negative or less."""
+    """How likely the sizes, each with a random sign, sum to `seen` or more, or to its negative or less."""
     if seen == 0:
         return 1.0
     total = int(sizes.sum())
@@ -103,7 +103,7 @@ def _drawn(d: Values) -> float:
 
 
 def bootstrap_interval(d: Values) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of `d`, by drawing whole tasks again (percentile bootstrap, seeded).
+    """The 95 % interval of the mean of `d`, by drawing whole tasks again (percentile bootstrap, seeded).
 
     Two more tasks are drawn from, which differ in either direction, by the mean of 1 and of the most that any does, or
     by 1 where none does: what few tasks have not shown yet may happen. With one sample a side their effect on the
@@ -125,7 +125,7 @@ def bootstrap_interval(d: Values) -> tuple[float, float]:
 
 
 def tasks_needed(d: Values, wanted: float, unit: float = 1.0) -> int:
-    """Return how many tasks show a difference of `wanted` (above 0) 8 times out of 10, where tasks differ as much from
+    """How many tasks show a difference of `wanted` (above 0) 8 times out of 10, where tasks differ as much from
     each other as in `d`. unit: the smallest step of a task's difference, 1 with one sample a side.
 
     Connor (1987) with the variance of `d`, to which two tasks that differ by `unit` are added, and with the correction
@@ -140,7 +140,7 @@ def tasks_needed(d: Values, wanted: float, unit: float = 1.0) -> int:
 
 
 def difference_shown(d: Values, unit: float = 1.0) -> float:
-    """Return the least difference that as many tasks as in `d` show 8 times out of 10; 1 where none does."""
+    """The least difference that as many tasks as in `d` show 8 times out of 10; 1 where none does."""
     low, high = 0.0, 1.0
     if tasks_needed(d, high, unit) > len(d):
         return 1.0
@@ -151,7 +151,7 @@ def difference_shown(d: Values, unit: float = 1.0) -> float:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """Return p values of several comparisons so that any false alarm among them is as rare as said (Holm 1979)."""
+    """P values of several comparisons so that any false alarm among them is as rare as said (Holm 1979)."""
     found = [0.0] * len(ps)
     least = 0.0
     for rank, index in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):

@@ -72,7 +72,7 @@ class TaskResult:
 
     @classmethod
     def of(cls, outcomes: Sequence[Outcome]) -> "TaskResult":
-        """Return that of a task's outcomes, one or more."""
+        """That of a task's outcomes, one or more."""
         valid = [one for one in outcomes if one.valid]
         lost = [one.failure for one in outcomes if one.failure is not None]
         solved, reward = sum(bool(one.solved) for one in valid), _mean([one.reward for one in valid])
@@ -134,7 +134,7 @@ class SplitResult:
         return Accuracy(self.accuracy, self.low, self.high)
 
     def json(self) -> dict[str, Json]:
-        """Return the fields as a dictionary, which `json.dumps` takes."""
+        """The fields as a dictionary, which `json.dumps` takes."""
         tools = {name: one._asdict() for name, one in self.tools.items()}
         return asdict(self) | {"tools": tools, "by": {value: part._asdict() for value, part in self.by.items()}}
 
@@ -177,7 +177,7 @@ def summarize(
 
 
 def cost(usage: Mapping[str, int], prices: Mapping[str, float]) -> float:
-    """Return what tokens cost. prices: of a million `input`, `cached_input` and `output` tokens; input that was cached
+    """What tokens cost. prices: of a million `input`, `cached_input` and `output` tokens; input that was cached
     costs as much as other input where it has no price of its own."""
     cached, price = usage.get("cached_input", 0), prices.get("input", 0.0)
     total = (usage.get("input", 0) - cached) * price + cached * prices.get("cached_input", price)
@@ -185,7 +185,7 @@ def cost(usage: Mapping[str, int], prices: Mapping[str, float]) -> float:
 
 
 def parts_by(tasks: Sequence[Sequence[Outcome]], name: str) -> dict[str, Part]:
-    """Return the accuracy by each value of the field `name` of the tasks' data, the lowest first; tasks without the
+    """The accuracy by each value of the field `name` of the tasks' data, the lowest first; tasks without the
     field, or without a sample, are left out."""
     chosen: dict[str, list[Sequence[Outcome]]] = {}
     for task in tasks:
@@ -199,7 +199,7 @@ def parts_by(tasks: Sequence[Sequence[Outcome]], name: str) -> dict[str, Part]:
 
 
 def failures(what: str, groups: Sequence[Group]) -> str | None:
-    """Return one line about failed samples: how many, and the most frequent error; None if no sample failed.
+    """One line about failed samples: how many, and the most frequent error; None if no sample failed.
 
     Raises UserError with that line if all samples failed. what: names the step or evaluation.
     """
@@ -208,7 +208,7 @@ def failures(what: str, groups: Sequence[Group]) -> str | None:
 
 
 def losses(what: str, outcomes: Sequence[Outcome]) -> str | None:
-    """Return what `failures` returns, of outcomes. Raises UserError likewise."""
+    """What `failures` returns, of outcomes. Raises UserError likewise."""
     return _losses(what, [one.failure for one in outcomes if one.failure is not None], len(outcomes))
 
 
@@ -223,7 +223,7 @@ def _losses(what: str, lost: Sequence[str], total: int) -> str | None:
 
 
 def _counts(tasks: Sequence[Sequence[Outcome]]) -> tuple[list[int], list[int]]:
-    """Return of each task how many samples solved it, and how many are valid."""
+    """Of each task how many samples solved it, and how many are valid."""
     correct = [sum(bool(one.solved) for one in task if one.valid) for task in tasks]
     return correct, [sum(one.valid for one in task) for task in tasks]
 
@@ -236,7 +236,7 @@ def _tools(calls: Sequence[Call]) -> dict[str, ToolFigures]:
 def _over_k(
     estimate: Callable[[int, int, int], float], correct: Sequence[int], samples: Sequence[int]
 ) -> dict[int, float]:
-    """Return an estimate for k = 1, 2, 4, ... and k = samples per task; each k over the tasks with at least k
+    """An estimate for k = 1, 2, 4, ... and k = samples per task; each k over the tasks with at least k
     samples."""
     most = max(samples, default=0)
     ks = sorted({1, most, *(2**i for i in range(most.bit_length()) if 2**i <= most)} - {0})

@@ -86,7 +86,7 @@ class Told(Protocol):
     """What is written as JSON."""
 
     def json(self) -> dict[str, Json]:
-        """Return JSON values."""
+        """JSON values."""
         ...
 
 
@@ -107,7 +107,7 @@ def write_json(found: Told, path: str) -> None:
 
 
 def least_accuracies(wanted: Sequence[str]) -> dict[str, float]:
-    """Return split -> accuracy from texts such as `test=0.9`. Raises UserError."""
+    """Split -> accuracy from texts such as `test=0.9`. Raises UserError."""
     found = {}
     for text in wanted:
         split, _, share = text.partition("=")
@@ -121,7 +121,7 @@ def least_accuracies(wanted: Sequence[str]) -> dict[str, float]:
 
 
 def too_low(evaluation: "Evaluation", least: Mapping[str, float]) -> list[str]:
-    """Return a line for each split whose accuracy is below `least`; its splits are those of the evaluation."""
+    """A line for each split whose accuracy is below `least`; its splits are those of the evaluation."""
     found = {result.split: result.accuracy for result in evaluation.splits}
     return [
         f"{split}: accuracy {found[split]:.1%} is below {share:.1%} (--fail-below)"

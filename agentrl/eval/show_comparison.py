@@ -71,7 +71,7 @@ def _task(pair: TaskPair) -> str:
 
 
 def look(side: Side, split: str, task: str) -> str:
-    """Return the command that prints the samples of a task of a side."""
+    """The command that prints the samples of a task of a side."""
     file = side.files[split]
     words = ["agentrl", "show", str(side.folder), "--split", split, "--step", str(file.step), "--task", task]
     return shlex.join(words)

@@ -41,7 +41,7 @@ class Said(NamedTuple):
 
 
 def said(message: Mapping[str, Json]) -> Said:
-    """Return a message in the format of the OpenAI API, as stored: anything may be missing, or of another type."""
+    """A message in the format of the OpenAI API, as stored: anything may be missing, or of another type."""
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
     return Said(
         message.get("role") == "assistant",
@@ -113,7 +113,7 @@ class _Read:
         """Texts that were read and not looked at yet."""
 
     def lacks(self, found: Sequence[str]) -> list[str]:
-        """Return those that have not been read."""
+        """Those that have not been read."""
         for text in self.waiting:
             for one in self._of(text):
                 self._all.pop(one, None)
@@ -122,7 +122,7 @@ class _Read:
         return [one for one in found if one not in self._all]
 
     def nearest(self, one: str, share: float) -> str | None:
-        """Return what was read and differs from `one` in at most this share of its characters, the nearest."""
+        """What was read and differs from `one` in at most this share of its characters, the nearest."""
         found = [(_distance(one, other), other) for other in list(self._all)[: -_CANDIDATES - 1 : -1]
                  if abs(len(one) - len(other)) <= share * max(len(one), len(other))]  # fmt: skip
         distance, other = min(found, key=lambda pair: pair[0], default=(len(one), ""))
@@ -157,7 +157,7 @@ def _words(text: str) -> list[str]:
 
 @lru_cache(100_000)
 def _distance(a: str, b: str) -> int:
-    """Return the Levenshtein distance of two short texts."""
+    """The Levenshtein distance of two short texts."""
     before = list(range(len(b) + 1))
     for i, one in enumerate(a, 1):
         now = [i]
@@ -176,7 +176,7 @@ def _quoted(text: str) -> str:
 
 
 def known(name: str, tools: Sequence[str]) -> str:
-    """Return the name of a tool that the task offered; else what it is."""
+    """The name of a tool that the task offered; else what it is."""
     return name if name in tools else "an unknown tool"
 
 
@@ -211,7 +211,7 @@ def repeated(messages: Sequence[Said]) -> Iterator[tuple[Sign, str]]:
 
 
 def unsure(pieces: Sequence[str], at: int, message: Said, *, last: bool, tools: Sequence[str]) -> Sign:
-    """Return the sign of a token by the place where it stands in its turn.
+    """The sign of a token by the place where it stands in its turn.
 
     pieces: the text of each of the turn's tokens. at: index of the token. message: the turn as it was read. last:
     whether it is the sample's last turn.
@@ -229,7 +229,7 @@ def unsure(pieces: Sequence[str], at: int, message: Said, *, last: bool, tools: 
 
 
 def _bare(text: str) -> str:
-    """Return a text without white space, which tokens keep or lose as their tokenizer likes."""
+    """A text without white space, which tokens keep or lose as their tokenizer likes."""
     return "".join(text.split())
 
 

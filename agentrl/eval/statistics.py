@@ -10,7 +10,7 @@ PSEUDO = 3
 
 
 def wilson(successes: float, trials: float) -> tuple[float, float]:
-    """Return the 95 % score interval (low, high) of a proportion (Wilson 1927): within 0..1, and valid at 0 and 1.
+    """The 95 % score interval (low, high) of a proportion (Wilson 1927): within 0..1, and valid at 0 and 1.
 
     trials: may be an effective, fractional number; 0 gives (0, 1).
     """
@@ -23,7 +23,7 @@ def wilson(successes: float, trials: float) -> tuple[float, float]:
 
 
 def accuracy_interval(correct: Sequence[int], samples: Sequence[int]) -> tuple[float, float, float]:
-    """Return (accuracy, low, high) over tasks, where task i was solved in correct[i] of samples[i] samples.
+    """(accuracy, low, high) over tasks, where task i was solved in correct[i] of samples[i] samples.
 
     Samples of a task are correlated, so the Wilson interval uses the number of samples divided by the design effect
     (Kish 1965): the number of tasks if all samples of a task have the same outcome, as at accuracy 0 or 1, and the
@@ -41,7 +41,7 @@ def accuracy_interval(correct: Sequence[int], samples: Sequence[int]) -> tuple[f
 
 
 def _correlation(pairs: Sequence[tuple[int, int]]) -> float:
-    """Return the intra-task correlation of two samples, 0..1, from (correct, samples) of each task.
+    """The intra-task correlation of two samples, 0..1, from (correct, samples) of each task.
 
     It follows from how often a second sample of a task has the same outcome, given that the first has the rarer one.
     PSEUDO samples of the rarer outcome are added, with which all other samples of their tasks agree: without data the
@@ -59,7 +59,7 @@ def _correlation(pairs: Sequence[tuple[int, int]]) -> float:
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that at least one of k samples is correct.
+    """The unbiased estimate of the probability that at least one of k samples is correct.
 
     1 - C(samples - correct, k) / C(samples, k) (Chen et al. 2021, arXiv:2107.03374, equation 1). Raises ValueError if
     k > samples.
@@ -70,7 +70,7 @@ def pass_at_k(correct: int, samples: int, k: int) -> float:
 
 
 def pass_all_k(correct: int, samples: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that all of k samples are correct (pass^k).
+    """The unbiased estimate of the probability that all of k samples are correct (pass^k).
 
     C(correct, k) / C(samples, k) (Yao et al. 2024, arXiv:2406.12045). Raises ValueError if k > samples.
     """

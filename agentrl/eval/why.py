@@ -110,7 +110,7 @@ class Diagnosis:
     """What could not be looked at."""
 
     def json(self) -> dict[str, Json]:
-        """Return the fields as a dictionary, which `json.dumps` takes."""
+        """The fields as a dictionary, which `json.dumps` takes."""
         found = asdict(self)
         for kind in ("causes", "gone"):
             for cause in found[kind]:
@@ -119,7 +119,7 @@ class Diagnosis:
 
 
 def diagnose(path: Path, first: Path | None = None, *, piece: Callable[[int], str] | None = None) -> Diagnosis:
-    """Return why the samples of a file of trajectories failed, and what changed since the file `first`.
+    """Why the samples of a file of trajectories failed, and what changed since the file `first`.
 
     piece: returns the text of a token id; without it nothing is said about where the model was not sure.
 
@@ -181,7 +181,7 @@ class _Tally:
 
 
 def reasons(path: Path, first: Path | None, piece: Callable[[int], str] | None) -> dict[str, Json]:
-    """Return `diagnose` as JSON values, for the page of a run."""
+    """`diagnose` as JSON values, for the page of a run."""
     return diagnose(path, first, piece=piece).json()
 
 
@@ -274,19 +274,19 @@ class _Counted:
                 self._tallies[sign].solved[task] += 1
 
     def data(self) -> Iterable[dict[str, Json]]:
-        """Return the scalars in the data of each task."""
+        """The scalars in the data of each task."""
         return self._data.values()
 
     def tally(self, sign: Sign) -> _Tally:
-        """Return the samples that have a sign."""
+        """The samples that have a sign."""
         return self._tallies.get(sign, _Tally())
 
     def share(self, sign: Sign) -> float:
-        """Return the share of the failed samples that have a sign."""
+        """The share of the failed samples that have a sign."""
         return self.tally(sign).failed.total() / max(1, self.failed)
 
     def chance(self, tally: _Tally) -> float:
-        """Return the chance of a sign that has this tally; those of a task count as fewer as far as they agree."""
+        """The chance of a sign that has this tally; those of a task count as fewer as far as they agree."""
         size = self._design_effect(tally)
         a, b, failed, solved = (
             round(n / size) for n in (tally.failed.total(), tally.solved.total(), self.failed, self.solved)
@@ -294,7 +294,7 @@ class _Counted:
         return fisher(min(a, failed), failed, min(b, solved), solved)
 
     def _design_effect(self, tally: _Tally) -> float:
-        """Return by how much the variance of the difference exceeds that of independent samples: 1 up to the number of
+        """By how much the variance of the difference exceeds that of independent samples: 1 up to the number of
         samples of a task."""
         each = self.samples / len(self._data)
         failing = sum(tally.failed.values()) + sum(tally.solved.values())
@@ -309,7 +309,7 @@ class _Counted:
         return max(1.0, min(each, found / expected))
 
     def causes(self) -> list[Sign]:
-        """Return the signs that are causes, see the module, the largest difference of the shares first."""
+        """The signs that are causes, see the module, the largest difference of the shares first."""
         if not self.failed or not self.solved:
             return []
         kinds = Counter(kind for kind, _ in self._tallies)
@@ -322,7 +322,7 @@ class _Counted:
 
 
 def fisher(a: int, m: int, b: int, n: int) -> float:
-    """Return the probability that a or more of m have a sign where b of n others have it, if both are drawn alike
+    """The probability that a or more of m have a sign where b of n others have it, if both are drawn alike
     (Fisher's exact test, one-sided)."""
     both, total = a + b, 0.0
     for found in range(a, min(m, both) + 1):
@@ -336,7 +336,7 @@ def fisher(a: int, m: int, b: int, n: int) -> float:
 
 
 def _choose(n: int, k: int) -> float:
-    """Return the logarithm of n over k."""
+    """The logarithm of n over k."""
     return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
 
 
@@ -344,7 +344,7 @@ def _choose(n: int, k: int) -> float:
 
 
 def _mean_reward(path: Path) -> float | None:
-    """Return the mean reward where no sample has the environment's word, else None."""
+    """The mean reward where no sample has the environment's word, else None."""
     rows = read_rows(path, ["reward", "solved"]) if path.suffix == ".parquet" else read_records(path)
     if any(row.get("solved") is not None for row in rows):
         return None
@@ -364,7 +364,7 @@ def _rows(path: Path, *, with_tokens: bool) -> Iterator[Row]:
 
 
 def _of_record(record: Record) -> Row:
-    """Return a sample of JSON lines, which have neither segments nor tokens."""
+    """A sample of JSON lines, which have neither segments nor tokens."""
     row = dict.fromkeys(_COLUMNS) | {name: record[name] for name in _COLUMNS if name in record}
     boundary = (record.get("failure") or {}).get("boundary")
     return row | {"boundary": boundary, "task_data": record.get("data"), "sample": record.get("sample") or 0}
@@ -381,7 +381,7 @@ def _with_lowest(rows: Iterable[Row], batch: pa.RecordBatch) -> Iterator[Row]:
 
 
 def _conversations(row: Row) -> tuple[list[Said], list[list[Said]], Sequence[str]]:
-    """Return what was said, what each segment of a tree adds to it, and the names of the tools."""
+    """What was said, what each segment of a tree adds to it, and the names of the tools."""
     branches = [[said(message) for message in one] for one in _parsed(row["branches"]) or ()]
     messages = [message for one in branches for message in one] or [said(one) for one in _parsed(row["messages"])]
     return messages, branches, row["tools"] or ()
@@ -392,7 +392,7 @@ def _parsed(value: object) -> Json:
 
 
 def _turn(row: Row, messages: list[Said], branches: list[list[Said]]) -> tuple[int, Said] | None:
-    """Return index and message of the turn that the token of the lowest log-prob is of; None where it is of none."""
+    """Index and message of the turn that the token of the lowest log-prob is of; None where it is of none."""
     at, spans = row["lowest"], row["turns"] or []
     number = next((i for i, turn in enumerate(spans) if turn["start"] <= at < turn["end"]), None)
     if number is None:
@@ -409,14 +409,14 @@ def _turn(row: Row, messages: list[Said], branches: list[list[Said]]) -> tuple[i
 
 
 def _scalars(row: Row) -> dict[str, Json]:
-    """Return the scalars in a task's data, and its environment."""
+    """The scalars in a task's data, and its environment."""
     data = _parsed(row["task_data"])
     found = {str(key): value for key, value in data.items() if isinstance(value, str | int | float)} if data else {}
     return found | ({"environment": row["environment"]} if row["environment"] else {})
 
 
 def labels_of(tasks: Iterable[Mapping[str, Json]]) -> Callable[[Mapping[str, Json]], list[Sign]]:
-    """Return a function from a task's data to its signs, one for each field in which tasks agree.
+    """A function from a task's data to its signs, one for each field in which tasks agree.
 
     Values are compared one by one where there are few; else numbers by quarters of the tasks, and texts by quarters of
     their lengths.
@@ -434,7 +434,7 @@ def labels_of(tasks: Iterable[Mapping[str, Json]]) -> Callable[[Mapping[str, Jso
 
 
 def _reader(name: str, values: Sequence[object]) -> Callable[[Json], str] | None:
-    """Return what names the group of a value; None where all are equal."""
+    """What names the group of a value; None where all are equal."""
     distinct = {str(value) for value in values}
     if len(distinct) < 2:
         return None

@@ -12,17 +12,24 @@ from agentrl.gateway.chat_completions import (
     image_part,
     joined,
     mapping,
+    must_call,
     part_of,
+    schema_of,
+    strict_in,
+    strings,
     text_of,
     tool_call,
     tools_of,
 )
+from agentrl.gateway.fields import ANTHROPIC_MESSAGES, check_fields, shown
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Content, Json, Message
 
-_ASKED = frozenset(("temperature", "top_p", "top_k", "thinking"))
 _STOP = {Finish.STOP: "end_turn", Finish.LENGTH: "max_tokens", Finish.TOOLS: "tool_use"}
-_KINDS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 429: "rate_limit_error",
+}  # fmt: skip
 
 
 class AnthropicMessages:
@@ -31,9 +38,11 @@ class AnthropicMessages:
     history = "messages"
 
     def parse(self, body: Mapping[str, Json]) -> Call:
-        """Return the call. Raises GatewayError for what cannot be served."""
-        if body.get("stop_sequences"):
-            raise GatewayError("stop_sequences: not served here")
+        """The call. Raises GatewayError for what cannot be served."""
+        ignored = check_fields(body, ANTHROPIC_MESSAGES)
+        choice = mapping(body.get("tool_choice"), "tool_choice")
+        tools = tools_of(body, choice.get("type"), _parts)
+        form = mapping(mapping(body.get("output_config"), "output_config").get("format"), "output_config.format")
         messages: list[Message] = []
         if body.get("system"):
             messages.append({"role": "system", "content": text_of(body["system"], "system")})
@@ -41,24 +50,30 @@ class AnthropicMessages:
             messages += _messages(mapping(one, f"messages.{i}"), f"messages.{i}")
         return Call(
             messages=tuple(messages),
-            tools=tools_of(body, mapping(body.get("tool_choice"), "tool_choice").get("type"), _parts),
+            tools=tools,
+            may_call=choice.get("type") != "none",
+            schema=schema_of(form, "output_config.format"),
+            must_call=must_call(_chosen(choice), tools),
             max_tokens=count(body.get("max_tokens"), "max_tokens"),
             stream=bool(body.get("stream")),
+            stop=strings(body.get("stop_sequences"), "stop_sequences"),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
+            asked={key: value for key, value in body.items() if key in ANTHROPIC_MESSAGES.asked and value is not None},
+            one_call=choice.get("disable_parallel_tool_use") is True,
+            ignored=(*ignored, *strict_in(body)),
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Json]:
-        """Return the answer as an object."""
+        """The answer as an object."""
         usage = {"input_tokens": found.prompt_tokens, "output_tokens": found.completion_tokens}
-        return _message(found.id, call, list(_blocks(found)), _STOP[found.finish], usage)
+        return _message(found.id, call, list(_blocks(found)), _ended(found), usage)
 
     def writer(self, call: Call) -> Writer:
-        """Return what writes an answer as server-sent events."""
+        """What writes an answer as server-sent events."""
         return _MessageWriter(call)
 
     def error(self, error: GatewayError) -> dict[str, Json]:
-        """Return the body of an error."""
+        """The body of an error."""
         kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
@@ -71,7 +86,7 @@ def _messages(one: Mapping[str, Json], where: str) -> Iterator[Message]:
     """Yield what one message of the API holds: results of tools are messages of their own here."""
     role, content = one.get("role"), one.get("content")
     if role not in ("user", "assistant"):
-        raise GatewayError(f"{where}.role: {role!r} is neither user nor assistant")
+        raise GatewayError(f"{where}.role: {shown(role)} is neither user nor assistant")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return
@@ -94,7 +109,7 @@ def _messages(one: Mapping[str, Json], where: str) -> Iterator[Message]:
                 result = _result(block.get("content"), f"{at}.content")
                 yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
             case kind:
-                raise GatewayError(f"{at}: a block of type {kind!r} is not served in a message of {role}")
+                raise GatewayError(f"{at}: a block of type {shown(kind)} is not served in a message of {role}")
     if role == "assistant":
         message: Message = {"role": "assistant", "content": joined(parts)}
         if calls:
@@ -105,7 +120,7 @@ def _messages(one: Mapping[str, Json], where: str) -> Iterator[Message]:
 
 
 def _result(content: object, where: str) -> Content:
-    """Return what a tool said: text, or texts and images."""
+    """What a tool said: text, or texts and images."""
     if content is None or isinstance(content, str):
         return content or ""
     parts: list[str | dict[str, Json]] = []
@@ -122,14 +137,20 @@ def _image(block: Mapping[str, Json], where: str) -> dict[str, Json]:
     return image_part(f"data:{source.get('media_type')};base64,{data}" if isinstance(data, str) else None, where)
 
 
+def _chosen(choice: Mapping[str, Json]) -> Json:
+    """A choice as `must_call` takes it."""
+    kind = choice.get("type")
+    return "required" if kind == "any" else (choice.get("name"),) if kind == "tool" else kind
+
+
 def _parts(tool: Mapping[str, Json], where: str) -> tuple[Json, Json, Json]:
     if tool.get("type", "custom") != "custom":
-        raise GatewayError(f"{where}: a tool of type {tool.get('type')!r} is not served; offer functions")
+        raise GatewayError(f"{where}: a tool of type {shown(tool.get('type'))} is not served; offer functions")
     return tool.get("name"), tool.get("description"), tool.get("input_schema")
 
 
 def _message(
-    completion_id: str, call: Call, content: list[Json], stop: str | None, usage: Mapping[str, int]
+    completion_id: str, call: Call, content: list[Json], ended: Mapping[str, Json], usage: Mapping[str, int]
 ) -> dict[str, Json]:
     return {
         "id": f"msg_{completion_id}",
@@ -137,10 +158,19 @@ def _message(
         "role": "assistant",
         "model": call.model,
         "content": content,
-        "stop_reason": stop,
-        "stop_sequence": None,
+        **ended,
         "usage": usage,
     }
+
+
+_RUNNING = {"stop_reason": None, "stop_sequence": None}
+
+
+def _ended(found: Completion) -> dict[str, Json]:
+    """Why the answer ended, and at which string."""
+    if found.stop is not None and found.finish is Finish.STOP:
+        return {"stop_reason": "stop_sequence", "stop_sequence": found.stop}
+    return {"stop_reason": _STOP[found.finish], "stop_sequence": None}
 
 
 def _blocks(found: Completion) -> Iterator[dict[str, Json]]:
@@ -174,7 +204,7 @@ class _MessageWriter(Writer):
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        yield _event("message_start", {"message": _message(self.completion_id, self.call, [], None, usage)})
+        yield _event("message_start", {"message": _message(self.completion_id, self.call, [], _RUNNING, usage)})
 
     def piece(self, kind: str, text: str) -> Iterator[bytes]:
         if kind != self._open:
@@ -192,8 +222,7 @@ class _MessageWriter(Writer):
             yield from self._start("call", {**block, "input": {}})
             yield self._delta({"type": "input_json_delta", "partial_json": encode(block["input"])})
             yield from self._stop()
-        delta = {"stop_reason": _STOP[found.finish], "stop_sequence": None}
-        yield _event("message_delta", {"delta": delta, "usage": {"output_tokens": found.completion_tokens}})
+        yield _event("message_delta", {"delta": _ended(found), "usage": {"output_tokens": found.completion_tokens}})
         yield _event("message_stop", {})
 
     def _start(self, kind: str, block: Mapping[str, Json]) -> Iterator[bytes]:

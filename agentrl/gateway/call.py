@@ -19,32 +19,58 @@ class Call:
     store where there are images."""
     tools: tuple[dict[str, Json], ...] = ()
     """Schemas of the tools that are offered, as `Tool.schema`."""
+    may_call: bool = True
+    """Whether the model may call them (`tool_choice`): else they stay in the prompt, and calls are text."""
+    prompt: str | tuple[int, ...] | None = None
+    """In place of messages: the prompt as it stands, text or token ids. Then the answer is text, whatever it says."""
     max_tokens: int | None = None
     """Limit of the answer that the agent asked for; None: the recipe's."""
     stream: bool = False
     """Whether the answer is sent as server-sent events."""
     usage_in_stream: bool = False
     """Whether a stream of the Chat Completions API ends with the token counts."""
+    schema: str | None = None
+    """The JSON schema that an answer without calls must fit, as JSON text; None: any text will do."""
+    must_call: tuple[str, ...] = ()
+    """Names of tools of which the answer must call one; empty: the model chooses whether it calls any."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the answer, which is shown up to the first of them."""
     logprobs: bool = False
     """Whether log-probs of the sampled tokens are wanted."""
+    token_ids: bool = False
+    """Whether the ids of the sampled tokens are wanted."""
     model: str = ""
     """The model's name as the agent wrote it, which the answer repeats."""
     asked: Mapping[str, Json] = field(default_factory=dict)
     """Sampling parameters that the agent asked for and the recipe decides, such as the temperature."""
+    one_call: bool = False
+    """Whether the answer ends with its first call of a tool."""
+    ignored: tuple[str, ...] = ()
+    """Names of fields that were ignored, since they change nothing of the answer."""
     earlier: "Call | None" = None
     """A call of the same key whose messages and tools are the first of this one's, found by its bytes."""
     retry: int = 0
     """How often the client's SDK has sent this request before."""
+    fresh: int = 0
+    """Bytes of its body that no earlier call held."""
+    size: int = 0
+    """Bytes of its body, and characters of the conversation that it names by an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
     """How a call came."""
 
-    body: bytes = b""
-    """The request as it came, by which a retry is known."""
+    digest: bytes = b""
+    """Of the request as it came, by which a retry is known."""
     retry: int = 0
     """How often the client's SDK has sent this request before."""
+    key: str = ""
+    """The client's own name of the call, the same each time that it is sent (`Idempotency-Key`); empty: it has none."""
+    train: bool | None = None
+    """Whether the answer is to be trained (`X-Agentrl-Train`); None: as the recipe says."""
+    role: str = ""
+    """The seat that the agent calls for (`X-Agentrl-Role`), such as `judge`; empty: the rollout's own."""
 
 
 class Finish(StrEnum):
@@ -74,6 +100,10 @@ class Completion:
     """Sampled tokens."""
     tokens: Sequence[tuple[str, float]] = ()
     """Text and natural log-prob of each sampled token."""
+    ids: Sequence[int] = ()
+    """The sampled tokens."""
+    stop: str | None = None
+    """The string of `Call.stop` that ended it."""
 
 
 class Feed:
@@ -110,7 +140,7 @@ class Feed:
             return
 
     def take(self) -> list[Said]:
-        """Return what has become certain."""
+        """What has become certain."""
         self._news.clear()
         ids, self._ids = self._ids, []
         return self._turn.add(ids) if self._turn is not None else []
@@ -133,6 +163,11 @@ class Endpoint(Protocol):
         ...
 
     @property
+    def context(self) -> int:
+        """The most tokens of a conversation."""
+        ...
+
+    @property
     def tools(self) -> Sequence[dict[str, Json]]:
         """Schemas of the tools that the key may call by MCP."""
         ...
@@ -142,17 +177,21 @@ class Endpoint(Protocol):
         ...
 
     async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
-        """Return the answer; each call runs in a task of its own. Raises GatewayError.
+        """The answer; each call runs in a task of its own. Raises GatewayError.
 
         feed: is given what is sampled as it comes, as far as the engine and the chat can do that."""
         ...
 
     def count(self, call: Call) -> int:
-        """Return the number of prompt tokens of a call. Raises GatewayError."""
+        """The number of prompt tokens of a call. Raises GatewayError."""
         ...
 
     def previous(self, completion_id: str) -> tuple[Message, ...]:
-        """Return the conversation that ends with the answer `completion_id`. Raises GatewayError."""
+        """The conversation that ends with the answer `completion_id`. Raises GatewayError."""
+        ...
+
+    def too_long(self, why: str) -> GatewayError:
+        """The error of a call for which there is no room."""
         ...
 
     def lost(self, completion: Completion) -> None:

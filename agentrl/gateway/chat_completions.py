@@ -3,22 +3,24 @@
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal, cast
+from typing import Literal
 
+from agentrl.gateway.bounds import check_shape
 from agentrl.gateway.call import Call, Completion, GatewayError
+from agentrl.gateway.fields import CHAT_COMPLETIONS, check_fields, shown
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Content, Json, Message
 
-ASKED = frozenset(
-    ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty", "reasoning_effort")
-)
-"""Parameters of sampling that the recipe decides; what the agent asked for is recorded."""
-
+_ASKED = CHAT_COMPLETIONS.asked
 UNREADABLE = "unreadable_arguments"
 """The key under which a dialect whose arguments are objects holds what the model wrote, where that is none."""
 encode = json.JSONEncoder(ensure_ascii=False).encode
-"""Return a value as JSON text."""
+"""A value as JSON text."""
 Role = Literal["system", "user", "assistant", "tool"]
+_ROLES: dict[str, Role] = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+    "function": "tool",
+}  # fmt: skip
 
 
 class ChatCompletions:
@@ -27,24 +29,31 @@ class ChatCompletions:
     history = "messages"
 
     def parse(self, body: Mapping[str, Json]) -> Call:
-        """Return the call. Raises GatewayError for what cannot be served."""
-        refuse(body, {"n": 1, "stop": None, "top_logprobs": None, "logit_bias": None, "audio": None, "functions": None})
+        """The call. Raises GatewayError for what cannot be served."""
+        ignored = check_fields(body, CHAT_COMPLETIONS)
+        tools, choice = tools_of(body, body.get("tool_choice"), _parts), body.get("tool_choice")
         form = mapping(body.get("response_format"), "response_format")
-        if form.get("type", "text") != "text":
-            raise GatewayError("response_format: only text is served")
+        if form.get("type") == "json_schema":
+            form = {**mapping(form.get("json_schema"), "response_format.json_schema"), "type": "json_schema"}
         return Call(
             messages=tuple(message_of(one, i) for i, one in enumerate(array(body.get("messages"), "messages"))),
-            tools=tools_of(body, body.get("tool_choice"), _parts),
+            tools=tools,
+            may_call=choice != "none",
+            schema=schema_of(form, "response_format"),
+            must_call=must_call(_chosen(choice) if isinstance(choice, dict) else choice, tools),
             max_tokens=count(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
             stream=bool(body.get("stream")),
             usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+            stop=strings(body.get("stop"), "stop"),
             logprobs=bool(body.get("logprobs")),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in ASKED and value is not None},
+            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
+            one_call=body.get("parallel_tool_calls") is False,
+            ignored=(*ignored, *strict_in(body)),
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Json]:
-        """Return the answer as an object."""
+        """The answer as an object."""
         return {
             **_head(found.id, call, "chat.completion"),
             "choices": [
@@ -55,15 +64,15 @@ class ChatCompletions:
                     "logprobs": _logprobs(found) if call.logprobs else None,
                 }
             ],
-            "usage": _usage(found),
+            "usage": usage(found),
         }
 
     def writer(self, call: Call) -> Writer:
-        """Return what writes an answer as server-sent events."""
+        """What writes an answer as server-sent events."""
         return _ChatWriter(call)
 
     def error(self, error: GatewayError) -> dict[str, Json]:
-        """Return the body of an error."""
+        """The body of an error."""
         return openai_error(error)
 
 
@@ -81,7 +90,7 @@ class _ChatWriter(Writer):
         logprobs = {"logprobs": _logprobs(found)} if self.call.logprobs else {}
         yield self._chunk({}, str(found.finish), **logprobs)
         if self.call.usage_in_stream:
-            yield event({**self._head, "choices": [], "usage": _usage(found)})
+            yield event({**self._head, "choices": [], "usage": usage(found)})
         yield b"data: [DONE]\n\n"
 
     def _chunk(self, delta: Mapping[str, Json], finish: str | None = None, **more: object) -> bytes:
@@ -93,20 +102,21 @@ def _head(completion_id: str, call: Call, kind: str) -> dict[str, Json]:
 
 
 def openai_error(error: GatewayError) -> dict[str, Json]:
-    """Return the body of an error, as both of OpenAI's APIs have it."""
+    """The body of an error, as both of OpenAI's APIs have it."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
 
 
-def message_of(given: Json, index: int) -> Message:
-    """Return a message of the API in our form. Raises GatewayError."""
+def message_of(item: Json, index: int) -> Message:
+    """A message of the API in our form. Raises GatewayError."""
     where = f"messages.{index}"
-    one = mapping(given, where)
-    role = {"developer": "system", "function": "tool"}.get(one.get("role", ""), one.get("role"))
-    if role not in ("system", "user", "assistant", "tool"):
-        raise GatewayError(f"{where}.role: {role!r} is none of system, developer, user, assistant and tool")
+    one = mapping(item, where)
+    given = one.get("role")
+    role = _ROLES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise GatewayError(f"{where}.role: {shown(given)} is none of {', '.join(_ROLES)}")
     read = content_of if role in ("user", "tool") else text_of
-    message: Message = {"role": cast(Role, role), "content": read(one.get("content"), f"{where}.content")}
+    message: Message = {"role": role, "content": read(one.get("content"), f"{where}.content")}
     if role == "tool":
         message["tool_call_id"] = str(one.get("tool_call_id", ""))
         if isinstance(one.get("name"), str):
@@ -114,6 +124,11 @@ def message_of(given: Json, index: int) -> Message:
     if role == "assistant" and one.get("tool_calls"):
         calls = array(one["tool_calls"], f"{where}.tool_calls")
         message["tool_calls"] = [_call_of(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)]
+    elif role == "assistant" and one.get("function_call"):
+        call = mapping(one["function_call"], f"{where}.function_call")
+        message["tool_calls"] = [tool_call("", call.get("name"), call.get("arguments"), f"{where}.function_call")]
+    if role == "assistant" and one.get("audio"):
+        raise GatewayError(f"{where}.audio: the model reads text; send the transcript as content")
     return message
 
 
@@ -124,13 +139,14 @@ def _call_of(given: Json, where: str) -> Json:
 
 
 def tool_call(name_id: str, name: Json, arguments: Json, where: str) -> Json:
-    """Return a call of a tool in our form: its arguments parsed where they are a JSON object. Its name may be empty: a
+    """A call of a tool in our form: its arguments parsed where they are a JSON object. Its name may be empty: a
     model may write that."""
     if not isinstance(name, str):
         raise GatewayError(f"{where}: a call has no name")
     if isinstance(arguments, dict) and set(arguments) == {UNREADABLE}:
         arguments = arguments[UNREADABLE]
     if isinstance(arguments, str):
+        check_shape(arguments.encode("utf-8", "surrogatepass"), where)
         try:
             parsed = json.loads(arguments or "{}")
         except ValueError:
@@ -140,7 +156,7 @@ def tool_call(name_id: str, name: Json, arguments: Json, where: str) -> Json:
 
 
 def text_of(content: Json, where: str) -> str:
-    """Return a content as text: of parts, their texts one after the other. Raises GatewayError for other parts."""
+    """A content as text: of parts, their texts one after the other. Raises GatewayError for other parts."""
     found = content_of(content, where)
     if not isinstance(found, str):
         raise GatewayError(f"{where}: images are served in messages of users and of tools alone")
@@ -148,7 +164,7 @@ def text_of(content: Json, where: str) -> str:
 
 
 def content_of(content: object, where: str) -> Content:
-    """Return a content of either of OpenAI's APIs; see `joined`. Raises GatewayError for other parts."""
+    """A content of either of OpenAI's APIs; see `joined`. Raises GatewayError for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -158,7 +174,7 @@ def content_of(content: object, where: str) -> Content:
 
 
 def joined(parts: Iterable[str | dict[str, Json]]) -> Content:
-    """Return a content of texts and images in their order: one text where there is no image."""
+    """A content of texts and images in their order: one text where there is no image."""
     found: list[dict[str, Json]] = []
     for part in parts:
         if not isinstance(part, str):
@@ -173,19 +189,19 @@ def joined(parts: Iterable[str | dict[str, Json]]) -> Content:
 
 
 def part_of(part: Mapping[str, Json], where: str) -> str | dict[str, Json]:
-    """Return a part of a content: a text, or an image in our form. Raises GatewayError for other parts."""
+    """A part of a content: a text, or an image in our form. Raises GatewayError for other parts."""
     kind = part.get("type")
     if kind in ("image_url", "input_image"):
         given = part.get("image_url")
         return image_part(given.get("url") if isinstance(given, dict) else given, where)
     text = part.get("text", part.get("refusal"))
     if kind not in ("text", "input_text", "output_text", "refusal") or not isinstance(text, str):
-        raise GatewayError(f"{where}: a part of type {kind!r} is not served; the model reads text and images")
+        raise GatewayError(f"{where}: a part of type {shown(kind)} is not served; the model reads text and images")
     return text
 
 
 def image_part(url: object, where: str) -> dict[str, Json]:
-    """Return an image in our form. Raises GatewayError where it does not come with the request."""
+    """An image in our form. Raises GatewayError where it does not come with the request."""
     if not isinstance(url, str) or not url.startswith("data:"):
         raise GatewayError(f"{where}: an image must come as base64 within the request (data:image/png;base64,...)")
     return {"type": "image", "image": url}
@@ -194,14 +210,51 @@ def image_part(url: object, where: str) -> dict[str, Json]:
 def tools_of(
     body: Mapping[str, Json], choice: Json, parts: Callable[[Mapping[str, Json], str], tuple[Json, Json, Json]]
 ) -> tuple[dict[str, Json], ...]:
-    """Return the tools that are offered. choice: of the body. parts: returns name, description and parameters of a tool
-    and its place. Raises GatewayError for a choice that cannot be kept to."""
-    if choice not in (None, "auto", "none"):
-        raise GatewayError("tool_choice: only auto and none are served; the model chooses")
+    """The tools that are offered. choice: of the body. parts: returns name, description and parameters of a tool
+    and its place. Raises GatewayError."""
     tools = []
     for i, given in enumerate(array(body.get("tools") or (), "tools")):
         tools.append(tool_schema(*parts(mapping(given, f"tools.{i}"), f"tools.{i}"), i))
-    return () if choice == "none" else tuple(tools)
+    return tuple(tools)
+
+
+def _chosen(choice: Mapping[str, Json]) -> tuple[Json]:
+    if choice.get("type") != "function":
+        raise GatewayError(f"tool_choice: a choice of type {shown(choice.get('type'))} is not served")
+    return (mapping(choice.get("function"), "tool_choice.function").get("name"),)
+
+
+def must_call(choice: Json, tools: Sequence[dict[str, Json]]) -> tuple[str, ...]:
+    """Of which tools one must be called. choice: the word of the API, or the name of one tool in a tuple. Raises
+    GatewayError."""
+    names = tuple(tool["function"]["name"] for tool in tools)
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required":
+        if not names:
+            raise GatewayError("tool_choice: a call is required, but no tools are offered")
+        return names
+    if not isinstance(choice, tuple):
+        raise GatewayError(f"tool_choice: {shown(choice)} is none of auto, none, required and a tool")
+    if choice[0] not in names:
+        raise GatewayError(f"tool_choice: the tool {shown(choice[0])} is not offered")
+    return choice
+
+
+def schema_of(form: Mapping[str, Json], where: str) -> str | None:
+    """The schema of an answer, as JSON text; None for text. form: its `type` and `schema`. Raises
+    GatewayError."""
+    match form.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return '{"type": "object"}'
+        case "json_schema" if isinstance(form.get("schema"), dict):
+            return encode(form["schema"])
+        case "json_schema":
+            raise GatewayError(f"{where}: its schema is no object")
+        case kind:
+            raise GatewayError(f"{where}: the type {shown(kind)} is none of text, json_object, json_schema")
 
 
 def _parts(tool: Mapping[str, Json], where: str) -> tuple[Json, Json, Json]:
@@ -210,7 +263,7 @@ def _parts(tool: Mapping[str, Json], where: str) -> tuple[Json, Json, Json]:
 
 
 def tool_schema(name: Json, description: Json, parameters: Json, index: int) -> dict[str, Json]:
-    """Return a tool in the form of prompts."""
+    """A tool in the form of prompts."""
     if not isinstance(name, str) or not name:
         raise GatewayError(f"tools.{index}: a tool has no name")
     shape = dict(mapping(parameters, f"tools.{index}.parameters")) or {"type": "object", "properties": {}}
@@ -219,7 +272,7 @@ def tool_schema(name: Json, description: Json, parameters: Json, index: int) -> 
 
 
 def written(message: Message) -> dict[str, Json]:
-    """Return an assistant's message as the API has it: arguments as JSON text."""
+    """An assistant's message as the API has it: arguments as JSON text."""
     calls = [
         {**call, "function": {**call["function"], "arguments": arguments_text(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
@@ -231,17 +284,18 @@ def written(message: Message) -> dict[str, Json]:
 
 
 def arguments_text(arguments: Json) -> str:
-    """Return the arguments of a call as JSON text; what cannot be read as it was written."""
+    """The arguments of a call as JSON text; what cannot be read as it was written."""
     return arguments if isinstance(arguments, str) else encode(arguments)
 
 
 def event(data: Mapping[str, Json], name: str | None = None) -> bytes:
-    """Return a server-sent event."""
+    """A server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {encode(data)}\n\n".encode("utf-8", "replace")
 
 
-def _usage(found: Completion) -> dict[str, int]:
+def usage(found: Completion) -> dict[str, int]:
+    """The token counts of an answer."""
     prompt, answer = found.prompt_tokens, found.completion_tokens
     return {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
 
@@ -254,16 +308,17 @@ def _logprobs(found: Completion) -> dict[str, Json]:
     return {"content": content, "refusal": None}
 
 
-def refuse(body: Mapping[str, Json], served: Mapping[str, Json]) -> None:
-    """Raise GatewayError where a key of `served` has another value than the one that is served, or an empty one."""
-    for key in served.keys() & body.keys():
-        given = body[key]
-        if given is not None and given != served[key] and given not in ([], {}, 0, False):
-            raise GatewayError(f"{key}: {json.dumps(given)[:80]} is not served here")
+def strict_in(body: Mapping[str, Json]) -> tuple[str, ...]:
+    """The name of what is ignored in tools: that arguments keep strictly to their schema."""
+    return ("tools[].strict",) if any(_strict(tool) for tool in body.get("tools") or ()) else ()
+
+
+def _strict(tool: Mapping[str, Json]) -> bool:
+    return bool(tool.get("strict") or mapping(tool.get("function"), "tools").get("strict"))
 
 
 def mapping(value: object, where: str) -> Mapping[str, Json]:
-    """Return an object, {} for none. Raises GatewayError."""
+    """An object, {} for none. Raises GatewayError."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -272,16 +327,31 @@ def mapping(value: object, where: str) -> Mapping[str, Json]:
 
 
 def array(value: object, where: str) -> Sequence[Json]:
-    """Return an array. Raises GatewayError."""
+    """An array. Raises GatewayError."""
     if not isinstance(value, list | tuple):
         raise GatewayError(f"{where}: expected an array, got {type(value).__name__}")
     return value
 
 
+STOPS, STOP_CHARACTERS = 32, 1000
+"""Most strings that may end an answer, and most characters of each."""
+
+
+def strings(value: Json, where: str) -> tuple[str, ...]:
+    """The strings that end an answer: of one, of an array, of nothing. Raises GatewayError."""
+    given = (value,) if isinstance(value, str) else array(value or (), where)
+    if len(given) > STOPS:
+        raise GatewayError(f"{where}: {len(given)} strings were given, at most {STOPS} are served")
+    for one in given:
+        if not isinstance(one, str) or not 0 < len(one) <= STOP_CHARACTERS:
+            raise GatewayError(f"{where}: expected texts of 1 to {STOP_CHARACTERS} characters")
+    return tuple(dict.fromkeys(given))
+
+
 def count(value: Json, where: str) -> int | None:
-    """Return a positive whole number, or None. Raises GatewayError."""
+    """A positive whole number, or None. Raises GatewayError."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise GatewayError(f"{where}: expected a whole number above 0, got {json.dumps(value)[:80]}")
+        raise GatewayError(f"{where}: expected a whole number above 0, got {shown(value)}")
     return value

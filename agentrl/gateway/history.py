@@ -4,20 +4,28 @@ An agent sends its whole conversation with each call. Its body begins, byte for 
 to the end of the messages that both hold. Only what follows is parsed.
 """
 
+import hashlib
 import json
-import threading
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from agentrl.gateway.bounds import characters, check_shape
 from agentrl.gateway.call import Call, GatewayError
 from agentrl.images import ImageError, hashes, stored
 from agentrl.plugins.types import Json
 
 KEPT = 8
-"""Calls of a key whose bytes are kept: as many branches may grow side by side."""
-_value = json.JSONDecoder().raw_decode
+"""Calls of a key that are kept: as many branches may grow side by side."""
+KEPT_BYTES = 8 << 20
+"""Bytes of the bodies of these, together; the latest is kept in any case."""
+
+
+def _no_json(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+_value = json.JSONDecoder(parse_constant=_no_json).raw_decode
 _SPACE = frozenset(" \n\r\t")
 
 
@@ -29,12 +37,14 @@ class Dialect(Protocol):
     def parse(self, body: Mapping[str, Json]) -> Call: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seen:
-    """A call, and its body up to the end of its last message."""
+    """A call, and its body up to the end of its last message, of which a digest is kept."""
 
-    prefix: bytes
-    """The body up to there."""
+    length: int
+    """Bytes up to there."""
+    digest: bytes
+    """Of these bytes, once it is kept."""
     head: int
     """Bytes up to the first message."""
     dialect: type
@@ -43,37 +53,75 @@ class Seen:
     """What it was."""
 
 
+@dataclass(slots=True)
+class Found:
+    """A body, and what is known of it."""
+
+    body: bytes
+    """As it came."""
+    digest: bytes
+    """Of all of it."""
+    seen: tuple[Seen, ...]
+    """Earlier calls with whose bytes it begins, the longest first."""
+    begun: Any
+    """The hash of the bytes of the longest of them."""
+
+    @property
+    def fresh(self) -> int:
+        """Bytes that no earlier call held."""
+        return len(self.body) - (self.seen[0].length if self.seen else 0)
+
+
 class History:
-    """The latest calls of one key. images: whether its messages may hold images; then threads may share it."""
+    """The latest calls of one key. images: whether its messages may hold images. Threads may share it."""
 
     def __init__(self, images: bool = False) -> None:
         self.images = images
-        self._lock = threading.Lock()
-        self._seen: deque[Seen] = deque(maxlen=KEPT)
+        self._seen: tuple[Seen, ...] = ()
 
-    def parse(self, body: bytes, dialect: Dialect) -> Call:
-        """Return the call of a body, with `earlier` where its messages go on from those of a call before. Raises
+    def find(self, body: bytes, dialect: Dialect) -> Found:
+        """What is known of a body, which is read once."""
+        state, at, found = hashlib.blake2b(digest_size=16), 0, list[Seen]()
+        view, begun = memoryview(body), state.copy()
+        for seen in sorted(self._seen, key=lambda one: one.length):
+            if seen.dialect is type(dialect) and seen.length <= len(body):
+                state.update(view[at : seen.length])
+                at = seen.length
+                if state.digest() == seen.digest:
+                    found.insert(0, seen)
+                    begun = state.copy()
+        state.update(view[at:])
+        return Found(body, state.digest(), tuple(found), begun)
+
+    def parse(self, found: Found, dialect: Dialect) -> Seen:
+        """The call of a body, with `earlier` where its messages go on from those of a call before. Raises
         GatewayError."""
-        with self._lock:
-            return self._parsed(body, dialect)
+        for seen in found.seen:
+            if (longer := self._continued(found.body, seen, dialect)) is not None:
+                return longer
+        given, head, end = _read(found.body, dialect.history)
+        call, size = self.taken(dialect.parse(given)), len(found.body)
+        named = characters(call) if given.get("previous_response_id") else 0
+        call = replace(call, fresh=size, size=size + named)
+        return Seen(end, b"", head, type(dialect), call)
 
-    def _parsed(self, body: bytes, dialect: Dialect) -> Call:
-        kind = type(dialect)
-        for place, seen in enumerate(self._seen):
-            if seen.dialect is kind and body.startswith(seen.prefix):
-                found = self._continued(body, seen, dialect)
-                if found is not None:
-                    del self._seen[place]
-                    self._seen.appendleft(found)
-                    return found.call
-        given, head, end = _read(body, dialect.history)
-        call = self.taken(dialect.parse(given))
-        if head:
-            self._seen.appendleft(Seen(body[:end], head, kind, call))
-        return call
+    def keep(self, found: Found, read: Seen) -> None:
+        """Keep what `parse` returned, in place of the call that it goes on from."""
+        if not read.head:
+            return
+        begun = found.begun.copy()
+        begun.update(memoryview(found.body)[found.seen[0].length if found.seen else 0 : read.length])
+        read.digest = begun.digest()
+        kept, size = [read], read.length
+        for seen in self._seen:
+            if seen.call is not read.call.earlier and seen.digest != read.digest:
+                size += seen.length
+                if size <= KEPT_BYTES and len(kept) < KEPT:
+                    kept.append(seen)
+        self._seen = tuple(kept)
 
     def taken(self, call: Call) -> Call:
-        """Return a call with its images in the store. Raises GatewayError: one of them is broken, or the model sees
+        """A call with its images in the store. Raises GatewayError: one of them is broken, or the model sees
         none."""
         if not hashes(call.messages):
             return call
@@ -85,11 +133,11 @@ class History:
             raise GatewayError(str(error)) from None
 
     def _continued(self, body: bytes, seen: Seen, dialect: Dialect) -> Seen | None:
-        """Return what a body is that begins with the messages of `seen`; None where that does not help."""
-        rest = body[len(seen.prefix) :].lstrip()
+        """What a body is that begins with the messages of `seen`; None where that does not help."""
+        rest = body[seen.length :].lstrip()
         if not rest.startswith(b","):
             return None
-        short = seen.prefix[: seen.head] + rest[1:]
+        short = body[: seen.head] + rest[1:]
         given, head, end = _read(short, dialect.history)
         if head != seen.head or given.get("previous_response_id"):
             return None
@@ -97,18 +145,20 @@ class History:
         system = int(bool(new.messages) and new.messages[0]["role"] == "system")
         if new.messages[:system] != old.messages[:system] or new.tools != old.tools:
             return None
-        call = replace(new, messages=(*old.messages, *new.messages[system:]), tools=old.tools, earlier=old)
-        return Seen(body[: len(body) - len(short) + end], head, type(dialect), call)
+        messages = (*old.messages, *new.messages[system:])
+        call = replace(new, messages=messages, tools=old.tools, earlier=old, fresh=len(short), size=len(body))
+        return Seen(len(body) - len(short) + end, b"", head, type(dialect), call)
 
 
 def json_object(body: bytes) -> dict[str, Json]:
-    """Return a body as an object. Raises GatewayError."""
+    """A body as an object. Raises GatewayError."""
     return _read(body, "")[0]
 
 
 def _read(body: bytes, key: str) -> tuple[dict[str, Json], int, int]:
-    """Return a body as an object, where the array of messages in it begins and where its last message ends, in bytes;
+    """A body as an object, where the array of messages in it begins and where its last message ends, in bytes;
     0 where there is no such array at `key`. Raises GatewayError."""
+    check_shape(body)
     found: dict[str, Json] = {}
     head = end = 0
     try:
@@ -147,13 +197,13 @@ def _after(text: str, at: int, sign: str) -> int:
 
 
 def _inside(text: str, start: int, end: int, value: Json) -> tuple[int, int]:
-    """Return where the objects of an array begin and end; 0 where it holds anything else at its end."""
+    """Where the objects of an array begin and end; 0 where it holds anything else at its end."""
     end = len(text[start : end - 1].rstrip()) + start
     return (start + 1, end) if isinstance(value, list) and text[end - 1] == "}" else (0, 0)
 
 
 def _skipped(text: str, at: int) -> int:
-    """Return the index of the first character from `at` on that is no white space."""
+    """The index of the first character from `at` on that is no white space."""
     while text[at : at + 1] in _SPACE:
         at += 1
     return at

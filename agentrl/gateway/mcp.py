@@ -16,9 +16,11 @@ _NO_METHOD, _WRONG = -32601, -32602
 
 
 async def answer(endpoint: Endpoint, request: Mapping[str, Json]) -> dict[str, Json] | None:
-    """Return the answer to a JSON-RPC request; None for a notification, which has none."""
+    """The answer to a JSON-RPC request; None for a notification, which has none."""
     if "id" not in request:
         return None
+    if not isinstance(request["id"], str | int):
+        raise GatewayError("id: expected a text or a whole number")
     try:
         result = await _result(endpoint, str(request.get("method")), mapping(request.get("params"), "params"))
     except GatewayError as error:
@@ -28,7 +30,7 @@ async def answer(endpoint: Endpoint, request: Mapping[str, Json]) -> dict[str, J
 
 
 def _block(part: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return a part of a content as the protocol has it."""
+    """A part of a content as the protocol has it."""
     if part["type"] != "image_url":
         return part
     return {"type": "image", "mimeType": "image/png", "data": part["image_url"]["url"].partition(",")[2]}

@@ -1,27 +1,30 @@
 """The dialect of OpenAI's Responses API."""
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
-    ASKED,
     arguments_text,
     array,
     content_of,
     count,
     event,
     mapping,
+    must_call,
     openai_error,
-    refuse,
+    schema_of,
+    strict_in,
     text_of,
     tool_call,
     tools_of,
 )
+from agentrl.gateway.fields import RESPONSES, check_fields, shown
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
-_ASKED = ASKED | {"reasoning"}
+_ITEM = re.compile(r"(?P<kind>msg|rs|fc)_(?P<id>[A-Za-z0-9-]{1,200})(_(?P<index>\d{1,4}))?", re.ASCII)
 Previous = Callable[[str], tuple[Message, ...]]
 
 
@@ -34,11 +37,10 @@ class Responses:
         self._previous = previous
 
     def parse(self, body: Mapping[str, Json]) -> Call:
-        """Return the call. Raises GatewayError for what cannot be served."""
-        refuse(body, {"background": None, "conversation": None, "prompt": None, "top_logprobs": None})
+        """The call. Raises GatewayError for what cannot be served."""
+        ignored = check_fields(body, RESPONSES)
+        tools, choice = tools_of(body, body.get("tool_choice"), _parts), body.get("tool_choice")
         form = mapping(mapping(body.get("text"), "text").get("format"), "text.format")
-        if form.get("type", "text") != "text":
-            raise GatewayError("text.format: only text is served")
         messages: list[Message] = []
         if isinstance(body.get("previous_response_id"), str):
             messages += self._previous(body["previous_response_id"].removeprefix("resp_"))
@@ -46,36 +48,73 @@ class Responses:
             messages = [m for m in messages if m["role"] != "system"]
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"], "instructions")})
         return Call(
-            messages=(*messages, *_input(body.get("input"))),
-            tools=tools_of(body, body.get("tool_choice"), _parts),
+            messages=(*messages, *self._input(body.get("input"))),
+            tools=tools,
+            may_call=choice != "none",
+            schema=schema_of(form, "text.format"),
+            must_call=must_call(_chosen(choice) if isinstance(choice, dict) else choice, tools),
             max_tokens=count(body.get("max_output_tokens"), "max_output_tokens"),
             stream=bool(body.get("stream")),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
+            asked={key: value for key, value in body.items() if key in RESPONSES.asked and value is not None},
+            one_call=body.get("parallel_tool_calls") is False,
+            ignored=(*ignored, *strict_in(body)),
         )
 
+    def _input(self, given: Json) -> Iterator[Message]:
+        if isinstance(given, str):
+            yield {"role": "user", "content": given}
+            return
+        items: list[tuple[str, Mapping[str, Json]]] = []
+        for i, one in enumerate(array(given or (), "input")):
+            where = f"input.{i}"
+            item = mapping(one, where)
+            if item.get("type") != "item_reference":
+                items.append((where, item))
+            elif (named := self._referred(item.get("id"), where)) is not None:
+                items.append((where, named))
+        yield from _messages(items)
+
+    def _referred(self, name: Json, where: str) -> Mapping[str, Json] | None:
+        """The item of an earlier answer that a reference names; None for one that says nothing by itself: a
+        thought, or a further part of a message. Raises GatewayError."""
+        unknown = GatewayError(f"{where}: the item {shown(name)} is unknown here; send the item itself")
+        match = _ITEM.fullmatch(name) if isinstance(name, str) else None
+        if match is None:
+            raise unknown
+        try:
+            answer = self._previous(match["id"])[-1]
+        except GatewayError:
+            raise unknown from None
+        kind, index = match["kind"], int(match["index"] or 0)
+        calls = answer.get("tool_calls", ())
+        if answer["role"] != "assistant" or (kind == "fc" and index >= len(calls)):
+            raise unknown
+        if kind == "fc":
+            return {"type": "function_call", "call_id": calls[index].get("id", ""), **calls[index]["function"]}
+        if kind == "rs" or index:
+            return None
+        return {"type": "message", "role": "assistant", "content": answer["content"]}
+
     def render(self, found: Completion, call: Call) -> dict[str, Json]:
-        """Return the answer as an object."""
+        """The answer as an object."""
         return _ended(found, call, int(time.time()), _output(found))
 
     def writer(self, call: Call) -> Writer:
-        """Return what writes an answer as server-sent events."""
+        """What writes an answer as server-sent events."""
         return _ResponseWriter(call)
 
     def error(self, error: GatewayError) -> dict[str, Json]:
-        """Return the body of an error."""
+        """The body of an error."""
         return openai_error(error)
 
 
-def _input(given: Json) -> Iterator[Message]:
-    if isinstance(given, str):
-        yield {"role": "user", "content": given}
-        return
+def _messages(items: Iterable[tuple[str, Mapping[str, Json]]]) -> Iterator[Message]:
+    """Yield the messages of items. items: each after its place."""
     waiting: Message | None = None  # an assistant's message, as long as calls of it may follow
-    for i, one in enumerate(array(given or (), "input")):
-        where, item = f"input.{i}", mapping(one, f"input.{i}")
+    for where, item in items:
         kind = item.get("type", "message")
-        if kind in ("reasoning", "item_reference"):
+        if kind == "reasoning":
             continue
         if kind == "function_call":
             waiting = waiting or {"role": "assistant", "content": ""}
@@ -98,14 +137,20 @@ def _input(given: Json) -> Iterator[Message]:
             read = content_of if role == "user" else text_of
             yield {"role": role, "content": read(item.get("content"), f"{where}.content")}  # type: ignore[typeddict-item]
         else:
-            raise GatewayError(f"{where}: an item of type {kind!r} and role {item.get('role')!r} is not served")
+            raise GatewayError(f"{where}: an item of type {shown(kind)}, role {shown(item.get('role'))} is not served")
     if waiting is not None:
         yield waiting
 
 
+def _chosen(choice: Mapping[str, Json]) -> tuple[Json]:
+    if choice.get("type") != "function":
+        raise GatewayError(f"tool_choice: a choice of type {shown(choice.get('type'))} is not served")
+    return (choice.get("name"),)
+
+
 def _parts(tool: Mapping[str, Json], where: str) -> tuple[Json, Json, Json]:
     if tool.get("type") != "function":
-        raise GatewayError(f"{where}: a tool of type {tool.get('type')!r} is not served; offer functions")
+        raise GatewayError(f"{where}: a tool of type {shown(tool.get('type'))} is not served; offer functions")
     return tool.get("name"), tool.get("description"), tool.get("parameters")
 
 
@@ -213,7 +258,7 @@ class _ResponseWriter(Writer):
         yield self._event(whole["status"], {"response": whole})
 
     def _item(self, text: str) -> dict[str, Json]:
-        """Return the item that is open, with `text`. Its id is that of an answer which is sent whole, where it is the
+        """The item that is open, with `text`. Its id is that of an answer which is sent whole, where it is the
         first of its kind."""
         kind = "message" if self._open == "content" else "reasoning"
         count = sum(item["type"] == kind for item in self._items)
@@ -265,7 +310,7 @@ class _ResponseWriter(Writer):
 
 
 def _part(item: Mapping[str, Json]) -> tuple[dict[str, Json], str]:
-    """Return the only part of a message or a thought, and what its events are called."""
+    """The only part of a message or a thought, and what its events are called."""
     if item["type"] == "message":
         return item["content"][0], "content_part"
     return item["summary"][0], "reasoning_summary_part"

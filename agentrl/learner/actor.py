@@ -18,7 +18,7 @@ from torch import Tensor
 
 from agentrl.algo import losses
 from agentrl.algo.loss import bucketed_reverse_kl, kl_estimate, kl_estimator, sampled_reverse_kl
-from agentrl.algo.off_policy import OffPolicy, importance_weights
+from agentrl.algo.off_policy import OffPolicy, importance_weights, sequence_mask
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Cost
@@ -39,7 +39,8 @@ from agentrl.learner.optimizer import MuonAdamW, Optimizer
 from agentrl.learner.teacher import Teacher
 from agentrl.models import lora
 from agentrl.models.routing import UNKNOWN, Routing
-from agentrl.recipe.schema import AlgorithmSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 
 class TrainedRole(ABC):
@@ -75,12 +76,12 @@ class TrainedRole(ABC):
         return metrics
 
     def _computing(self, packed: Packed, batch: Batch) -> AbstractContextManager[None]:
-        """Return the context in which a row of `batch` is computed."""
+        """The context in which a row of `batch` is computed."""
         return nullcontext()
 
     @abstractmethod
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
-        """Return the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
+        """Compute the loss of a micro-batch, a summand of the update's, and add its metrics to `metrics`."""
 
 
 class Actor(TrainedRole):
@@ -125,16 +126,16 @@ class Actor(TrainedRole):
         self.optimizer.begun = begun
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
+        """The log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
         return self._columns(batch, 0)
 
     def entropies(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Return the entropy, in nats, of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
+        """The entropy, in nats, of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
         with with_entropies():
             return self._columns(batch, 1)
 
     def _columns(self, batch: Batch, which: int) -> npt.NDArray[np.float32]:
-        """Return what the forward computes as its result number `which`, float32 [T]."""
+        """What the forward computes as its result number `which`, float32 [T]."""
         batch = batch.with_image_cost(self.feature)
 
         def computed(packed: Packed) -> Tensor:
@@ -193,7 +194,7 @@ class Actor(TrainedRole):
         return loss
 
     def _policy(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the sum of the policy loss with its KL and entropy terms, and what is measured by token."""
+        """The sum of the policy loss with its KL and entropy terms, and what is measured by token."""
         algorithm = self.recipe.algorithm
         chosen = row.at("chosen") if "chosen" in row.batch.tokens else None
         tokens = Tokens(row.logprobs, row.old, row.at("advantages"), row.sample, chosen)
@@ -203,10 +204,13 @@ class Actor(TrainedRole):
         if "policy_factor" in row.batch.tokens:
             each = each * row.at("policy_factor")
         measured = {f"train/{name}": column for name, column in terms.metrics.items()}
+        if (most := algorithm.off_policy_mask) is not None:
+            mask = sequence_mask(row.logprobs, row.at("logprobs"), tokens.advantages, row.sample, most)
+            each, measured["train/masked"] = each * mask, 1 - mask
         if "reference_logprobs" in row.batch.tokens:
             pulls = algorithm.kl_in == "loss"
             estimator = kl_estimator(algorithm) if pulls else "k3"
-            kl = kl_estimate(row.logprobs, row.at("reference_logprobs"), estimator)
+            kl = kl_estimate(row.logprobs, row.at("reference_logprobs"), estimator, row.old)
             coefficient: Tensor | float = algorithm.kl_coef
             if "kl_coef" in row.batch.samples:
                 coefficient = torch.from_numpy(row.batch.samples["kl_coef"][row.path]).to(kl.device)
@@ -217,13 +221,13 @@ class Actor(TrainedRole):
         return (weight * each).sum(), {**measured, **mismatch}
 
     def _imitated(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighed sum of -log p, and what is measured by token."""
+        """The weighed sum of -log p, and what is measured by token."""
         wanted = weight != 0
         measured = {"imitate/loss": -row.logprobs.detach() * wanted, "imitate/tokens": wanted.float()}
         return -(weight * row.logprobs).sum(), measured
 
     def _distilled(self, row: "Row", weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighed sum of the distillation loss, and what is measured by token."""
+        """The weighed sum of the distillation loss, and what is measured by token."""
         theirs, wanted = row.at("teacher_logprobs"), weight != 0
         factor, mismatch = self._factor(row)
         each = sampled_reverse_kl(row.logprobs, row.old, theirs) * factor
@@ -244,7 +248,7 @@ class Actor(TrainedRole):
         return (weight * each).sum(), {**measured, **mismatch}
 
     def _asked(self, packed: Packed, batch: Batch) -> list[Teacher]:
-        """Return the teachers whose whole distributions are compared at a packed row. Ranks that share shards all ask
+        """The teachers whose whole distributions are compared at a packed row. Ranks that share shards all ask
         the same."""
         if "distill" not in batch.tokens:
             return []
@@ -254,7 +258,7 @@ class Actor(TrainedRole):
         return [each for each in distinct if bool(self._taught_by(packed, batch, id(each)).any())]
 
     def _taught_by(self, packed: Packed, batch: Batch, key: int) -> Tensor:
-        """Return which predictions of a packed row the teacher of this id is compared with, bool [N]."""
+        """Which predictions of a packed row the teacher of this id is compared with, bool [N]."""
         parts = [part for part, teacher in self.teachers.items() if id(teacher) == key]
         path = np.searchsorted(batch.offsets, packed.source, side="right") - 1
         chosen = np.isin(batch.samples["part"][path], parts) & (batch.tokens["distill"][packed.source] != 0)
@@ -264,7 +268,7 @@ class Actor(TrainedRole):
         self, packed: Packed, batch: Batch, distributions: Mapping[int, Any],
         states: Tensor, head: Tensor | None, bias: Tensor | None,
     ) -> dict[str, Any]:  # fmt: skip
-        """Return `top`, the log-probs [N, K] of the teachers' likeliest tokens, and `whole`: by the id of a teacher,
+        """`top`, the log-probs [N, K] of the teachers' likeliest tokens, and `whole`: by the id of a teacher,
         the divergence from it and its log-probs of the sampled tokens, [N] each."""
         found: dict[str, Any] = {"whole": {}}
         if "teacher_ids" in batch.tokens:
@@ -276,7 +280,7 @@ class Actor(TrainedRole):
         return found
 
     def _factor(self, row: "Row") -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what corrects each token's loss for the engine's probabilities, [N], and what is measured of them."""
+        """What corrects each token's loss for the engine's probabilities, [N], and what is measured of them."""
         engine = row.at("logprobs")
         factor = importance_weights(row.old, engine, row.sample, self.off_policy, self.recipe.algorithm.off_policy_cap)
         return factor, mismatch_columns(row.old - engine, factor, corrected=self.off_policy != OffPolicy.NONE)
@@ -300,7 +304,7 @@ class Row:
     """See `Actor._compared`."""
 
     def at(self, name: str) -> Tensor:
-        """Return the token column `name` at the predictions, [N]."""
+        """The token column `name` at the predictions, [N]."""
         return column_at(self.batch, name, self.packed, self.logprobs.device)
 
     @property
@@ -336,7 +340,7 @@ def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms
 
 
 def off_policy_of(recipe: Recipe) -> str:
-    """Return the recipe's `algorithm.off_policy`, with `auto` resolved."""
+    """The recipe's `algorithm.off_policy`, with `auto` resolved."""
     chosen = recipe.algorithm.off_policy
     if chosen != "auto":
         return chosen

@@ -19,7 +19,9 @@ from agentrl.compute.value_head import ValueForward, confidence_features, value_
 from agentrl.learner.actor import TrainedRole
 from agentrl.learner.metrics import MicroBatchMetrics, value_columns
 from agentrl.models.load import load_model
-from agentrl.recipe.schema import CriticSection, ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import CriticSection
+from agentrl.recipe.sections.model import ModelSection
 
 
 class Critic(TrainedRole):
@@ -45,7 +47,7 @@ class Critic(TrainedRole):
         self.section, self.forward, self.description = recipe.critic, forward, description
 
     def values(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
+        """The value of the state before each sampled token, float32 [T], 0 elsewhere."""
         batch = batch.with_tokens(confidence=confidence_features(batch))
         return token_column(
             batch, self.recipe.train.micro_batch_tokens, self.ranks, lambda packed: self._packed_values(packed, batch)
@@ -59,7 +61,7 @@ class Critic(TrainedRole):
         return self._updated(batch.with_tokens(confidence=confidence_features(batch)), rate)
 
     def _packed_values(self, packed: Packed, batch: Batch) -> Tensor:
-        """Return the values of the packed row's predictions, float32 [N]; `batch` has the column `confidence`."""
+        """The values of the packed row's predictions, float32 [N]; `batch` has the column `confidence`."""
         return self.forward(packed, column_at(batch, "confidence", packed, self.model.lm_head.weight.device))
 
     def _loss(self, packed: Packed, batch: Batch, metrics: MicroBatchMetrics) -> Tensor:
@@ -76,7 +78,7 @@ class Critic(TrainedRole):
 
 
 def critic_model(recipe: Recipe) -> ModelSection:
-    """Return the section by which the critic's backbone is loaded: that of the policy, with the path that the recipe's
+    """The section by which the critic's backbone is loaded: that of the policy, with the path that the recipe's
     `critic` names, and with a new adapter if the policy has one."""
     section, own = recipe.model, recipe.critic or CriticSection()
     changes: dict[str, Any] = {"path": own.path or section.path}

@@ -24,6 +24,7 @@ from agentrl.learner.advantages import (
     penalty_metrics,
     sampled_of_samples,
     scattered,
+    seat_columns,
     step_rewards,
     turn_numbers,
     turn_states,
@@ -96,7 +97,7 @@ class Learner:
             batch = batch.with_tokens(states=turn_states(trajectories, batch))
         if self._reads.needs_parts:
             batch = batch.with_samples(**part_columns(trajectories, batch))
-        batch, cut = without_cut(trajectories, batch, self.recipe)
+        batch, cut = without_cut(trajectories, seat_columns(trajectories, batch), self.recipe)
         batch = with_streams(batch, trajectories, self.recipe, self.steps, self.guide.part_of)
         batch = self.guide.taught(self.with_advantages(batch), trajectories)
         metrics, trained, logprobs = self._update(batch)
@@ -104,7 +105,7 @@ class Learner:
         return {**metrics, **advantage_metrics(batch), **cut}
 
     def with_advantages(self, batch: Batch) -> Batch:
-        """Return the batch with the token column `advantages`, and those that it needs: `values` and `returns` with a
+        """The batch with the token column `advantages`, and those that it needs: `values` and `returns` with a
         critic; `old_logprobs`, `reference_logprobs` and `kl_penalty` with a KL in the reward.
         """
         algorithm = self.recipe.algorithm
@@ -176,7 +177,7 @@ class Learner:
         return critic is not None and self.steps < critic.warmup_steps
 
     def _needed_logprobs(self) -> set[str]:
-        """Return the columns of log-probs that the updates of a step read besides the engine's."""
+        """The columns of log-probs that the updates of a step read besides the engine's."""
         before = self.recipe.train.mini_batches * self.recipe.train.epochs > 1 or self._judges_whole
         found = {"old_logprobs"} if before else set()
         return found | {"reference_logprobs"} if self.reference is not None else found
@@ -187,7 +188,7 @@ class Learner:
         return self._choose is not None or bool(self.recipe.algorithm.reject)
 
     def _with_logprobs(self, batch: Batch) -> Batch:
-        """Return the batch with the log-probs that the updates read, and what is decided by those of the whole step."""
+        """The batch with the log-probs that the updates read, and what is decided by those of the whole step."""
         algorithm, sampled = self.recipe.algorithm, batch.sampled > 0
         known = {
             "old_logprobs": sampled if self._judges_whole else self._useful(batch),
@@ -199,7 +200,7 @@ class Learner:
         return batch.with_tokens(kept=kept_tokens(batch, algorithm)) if algorithm.reject else batch
 
     def _with_passes(self, batch: Batch, columns: Mapping[str, Bools]) -> Batch:
-        """Return the batch with `columns`; those that it lacks are computed by their roles, each for some samples:
+        """The batch with `columns`; those that it lacks are computed by their roles, each for some samples:
         name -> bool [S]."""
         passes: dict[str, Callable[[Batch], Floats]] = {"old_logprobs": self.actor.logprobs}
         if self.critic is not None:
@@ -245,7 +246,7 @@ class Learner:
         return None if logprobs is None else scattered(batch, useful, lambda _: logprobs)
 
     def _chosen(self, batch: Batch, number: int) -> Batch:
-        """Return the batch of update `number` (0, 1, ...) of the step with what is decided over all of its tokens, as
+        """The batch of update `number` (0, 1, ...) of the step with what is decided over all of its tokens, as
         token columns, float32 [T]: `chosen` by the loss, and `policy_factor`, 0 on those of low entropy."""
         algorithm = self.recipe.algorithm
         if self._choose is not None and "old_logprobs" in batch.tokens:
@@ -260,7 +261,7 @@ class Learner:
         return batch
 
     def _followed(self, batch: Batch, metrics: Mapping[str, float]) -> float:
-        """Return the coefficient of the KL after a step: up to a fifth larger or smaller for every `kl_horizon`
+        """The coefficient of the KL after a step: up to a fifth larger or smaller for every `kl_horizon`
         samples, as the KL per token is above or below its target."""
         algorithm = self.recipe.algorithm
         assert algorithm.kl_target is not None
@@ -284,12 +285,12 @@ class Learner:
         )
 
     def _useful(self, batch: Batch) -> Bools:
-        """Return which samples can have a gradient, bool [S]."""
+        """Which samples can have a gradient, bool [S]."""
         others = learned_by(batch, "imitate") | learned_by(batch, "distill")
         return self._moved_by_policy(batch) | (others & (batch.sampled > 0))
 
     def _moved_by_policy(self, batch: Batch) -> Bools:
-        """Return to which samples the policy loss with its KL and entropy terms can give a gradient, bool [S]."""
+        """To which samples the policy loss with its KL and entropy terms can give a gradient, bool [S]."""
         algorithm = self.recipe.algorithm
         there = learned_by(batch, "policy") & (sampled_of_samples(batch) > 0)
         pulled = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
@@ -315,7 +316,7 @@ def _in_turn(calls: Mapping[str, Callable[[], T]]) -> dict[str, T]:
 
 
 def learned(trajectories: Sequence[Trajectory], batch: Batch, trained: Bools, logprobs: Floats | None) -> list[Learned]:
-    """Return what an update made of each trajectory of `batch`, which has `advantages`.
+    """What an update made of each trajectory of `batch`, which has `advantages`.
 
     trained: bool [S]. logprobs: of the trainer before the update [T]; known of the samples that were trained, and of
     all where a KL is part of the reward.
@@ -332,7 +333,7 @@ def learned(trajectories: Sequence[Trajectory], batch: Batch, trained: Bools, lo
 
 
 def _of_rollout(t: Trajectory, batch: Batch, column: Floats | None, first: int, end: int) -> Floats | None:
-    """Return a token column [T] of the rollout whose paths are the samples first:end of the batch, in its own order."""
+    """A token column [T] of the rollout whose paths are the samples first:end of the batch, in its own order."""
     if column is None or "began" not in batch.tokens:
         return None if column is None else column[batch.span(first)]
     whole = np.zeros(len(t.ids), np.float32)

@@ -106,11 +106,11 @@ class MicroBatchMetrics:
         return [norm for norm in self.norms if math.isfinite(norm)]
 
     def mean(self, name: str) -> float:
-        """Return the mean of a column over the predictions; 0 if there are none."""
+        """The mean of a column over the predictions; 0 if there are none."""
         return self.sums.get(name, 0.0) / max(1, self.predictions)
 
     def of_updates(self, prefix: str) -> dict[str, float]:
-        """Return the mean loss and gradient norm of the updates, and the learning rate, as <prefix>/..."""
+        """The mean loss and gradient norm of the updates, and the learning rate, as <prefix>/..."""
         return {
             f"{prefix}/loss": self.loss / max(1, len(self.norms)),
             f"{prefix}/grad_norm": sum(self.finite) / max(1, len(self.finite)),
@@ -119,7 +119,7 @@ class MicroBatchMetrics:
 
 
 def mismatch_columns(difference: Tensor, factor: Tensor, *, corrected: bool) -> dict[str, Tensor]:
-    """Return the columns that compare trainer and engine, float64 [N].
+    """The columns that compare trainer and engine, float64 [N].
 
     difference: the trainer's log-prob less the engine's, [N]. factor: what each token's loss was multiplied by, [N].
     corrected: whether the loss is weighted by the mismatch at all.
@@ -138,7 +138,7 @@ def mismatch_columns(difference: Tensor, factor: Tensor, *, corrected: bool) -> 
 
 
 def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
-    """Return train/... and mismatch/... of a step; without a prediction there are no means and no mismatch.
+    """train/... and mismatch/... of a step; without a prediction there are no means and no mismatch.
 
     Let d be the trainer's log-prob minus the engine's, over the n sampled tokens that were computed, and w = exp(d).
     mismatch/logprob_mean and logprob_max are of |d|. mismatch/kl is the mean of w - 1 - d, which estimates
@@ -174,7 +174,7 @@ def policy_metrics(found: MicroBatchMetrics) -> dict[str, float]:
 
 
 def stream_metrics(found: MicroBatchMetrics) -> dict[str, float]:
-    """Return imitate/... and distill/... of a step: the tokens of each stream, and means over these."""
+    """imitate/... and distill/... of a step: the tokens of each stream, and means over these."""
     metrics: dict[str, float] = {}
     for stream in ("imitate", "distill"):
         count = found.sums.get(f"{stream}/tokens", 0.0)
@@ -185,7 +185,7 @@ def stream_metrics(found: MicroBatchMetrics) -> dict[str, float]:
 
 
 def value_columns(values: Tensor, old: Tensor, returns: Tensor, clipped: Tensor) -> dict[str, Tensor]:
-    """Return the columns of the critic's metrics, float64 [N]. The arguments [N] are those of `value_loss`."""
+    """The columns of the critic's metrics, float64 [N]. The arguments [N] are those of `value_loss`."""
     r, error = returns.double(), (returns - old).double()
     columns = (values.detach().double(), r, clipped.double(), r**2, error, error**2)
     return dict(zip(_CRITIC_COLUMNS, columns, strict=True))
@@ -195,7 +195,7 @@ _CRITIC_COLUMNS = ("value_mean", "return_mean", "clip_fraction", "return_squared
 
 
 def critic_metrics(found: MicroBatchMetrics) -> dict[str, float]:
-    """Return critic/... of a step.
+    """critic/... of a step.
 
     critic/value_mean and clip_fraction are of the values in the updates. explained_variance is 1 - Var(R - V) / Var(R)
     over the tokens, with the values V of the beginning of the step: 1 if they predict every return R, 0 if they predict

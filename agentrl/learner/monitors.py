@@ -11,7 +11,8 @@ from statistics import fmean, median, variance
 from typing import NamedTuple
 
 from agentrl.plugins.types import Json
-from agentrl.recipe.schema import COMPARING, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import COMPARING
 
 Row = Mapping[str, Json]
 """A row of `metrics.jsonl`."""
@@ -102,11 +103,11 @@ class History:
                 self.evaluated.append(split)
 
     def last(self, key: str, count: int = KEPT) -> list[float]:
-        """Return a metric in the last `count` steps that have it."""
+        """A metric in the last `count` steps that have it."""
         return _values(self.rows, key)[-count:]
 
     def before(self, key: str) -> list[list[float]]:
-        """Return a metric in the windows that its last WINDOW steps are compared with: the first of the run, and that
+        """A metric in the windows that its last WINDOW steps are compared with: the first of the run, and that
         which lies WINDOW steps before them; none while they overlap."""
         if not self.rows or self.rows[-1]["step"] < self.first[0]["step"] + 2 * WINDOW:
             return []
@@ -124,12 +125,12 @@ def _values(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def _share(row: Row, key: str) -> float:
-    """Return a count of samples as a share of all samples of the step."""
+    """A count of samples as a share of all samples of the step."""
     return float(row.get(key, 0) / max(1, row.get("rollout/trajectories", 0) + row.get("rollout/failed", 0)))
 
 
 def _moved(before: Sequence[float], now: Sequence[float]) -> float:
-    """Return by how many standard errors a mean moved, upwards positive (Welch)."""
+    """By how many standard errors a mean moved, upwards positive (Welch)."""
     error = sqrt((variance(before) + variance(now)) / WINDOW)
     return (fmean(now) - fmean(before)) / max(error, 1e-9)
 
@@ -158,7 +159,7 @@ def _learns_nothing(recipe: Recipe, row: Row) -> bool:
 
 
 def _no_contrast_cause(recipe: Recipe, row: Row) -> str:
-    """Return the likely cause by the metrics of a step; the surest sign is checked first."""
+    """The likely cause by the metrics of a step; the surest sign is checked first."""
     played, failed = row.get("rollout/trajectories", 0), row.get("rollout/failed", 0)
     if row.get("groups/few", 0) > row.get("groups/equal", 0):
         return f"{failed} samples of the step failed, which left fewer than two of most tasks"
@@ -177,7 +178,7 @@ def _no_contrast_cause(recipe: Recipe, row: Row) -> str:
 
 
 def _greedy(recipe: Recipe) -> str:
-    """Return why sampling is deterministic under this recipe; empty if it is not."""
+    """Why sampling is deterministic under this recipe; empty if it is not."""
     if recipe.rollout.temperature == 0:
         return "rollout.temperature is 0"
     return "rollout.top_k is 1" if recipe.rollout.top_k == 1 else ""
@@ -210,6 +211,19 @@ def cut_by_time(history: History) -> str | None:
         f"{history.span}: {fmean(shares):.0%} of the samples ran out of time. Likely cause: a slow tool or environment "
         "(tool/<name>/seconds, time/sample_environment_s), or an engine with more conversations than it can serve: "
         "lower rollout.concurrency, or raise rollout.timeout"
+    )
+
+
+def answers_unreceived(history: History) -> str | None:
+    """Nobody received at least CUT of the answers to an agent's calls, STEPS steps in a row."""
+    rows = history.rows[-STEPS:]
+    shares = [row.get("gateway/unreceived", 0) / max(1, row.get("gateway/calls", 0)) for row in rows]
+    if len(shares) < STEPS or min(shares) < CUT:
+        return None
+    return (
+        f"{history.span}: nobody received {fmean(shares):.0%} of the answers to the agent's calls, which are not "
+        "trained. Likely cause: the time-out of the agent's client is shorter than an answer takes: raise it, or lower "
+        "rollout.concurrency"
     )
 
 
@@ -276,7 +290,7 @@ def mismatch_growing(history: History) -> str | None:
 
 
 def _mismatch_causes(recipe: Recipe) -> str:
-    """Return what may cause a mismatch under this recipe, the likeliest first."""
+    """What may cause a mismatch under this recipe, the likeliest first."""
     causes = []
     if recipe.rollout.overlap != "none":
         causes.append(f"rollouts older than the weights (rollout.max_staleness {recipe.rollout.max_staleness})")
@@ -294,7 +308,7 @@ def _mismatch_causes(recipe: Recipe) -> str:
 
 
 def _number_format(recipe: Recipe) -> str:
-    """Return the recipe key of the trainer's number format, with its value."""
+    """The recipe key of the trainer's number format, with its value."""
     model = recipe.model
     return f"model.compute {model.compute}" if model.mixed else f"model.dtype {model.dtype}"
 
@@ -459,6 +473,7 @@ CONDITIONS: Mapping[str, Callable[[History], str | None]] = {
     "no_contrast": no_contrast,
     "cut_by_length": cut_by_length,
     "cut_by_time": cut_by_time,
+    "answers_unreceived": answers_unreceived,
     "tools_not_called": tools_not_called,
     "entropy_collapse": entropy_collapse,
     "mismatch": mismatch,
@@ -490,22 +505,36 @@ class Health:
             self._said |= {found.get("name", "") for found in row.get("health", ()) if isinstance(found, dict)}
 
     def before_start(self) -> list[Finding]:
-        """Return what can be said before the first step."""
+        """What can be said before the first step."""
+        from agentrl.algo import losses  # the page of runs reads RANGES without torch
+
         recipe = self._history.recipe
-        greedy = _greedy(recipe)
-        if not greedy or recipe.algorithm.advantage.name not in COMPARING or not recipe.train.steps:
+        if not recipe.train.steps:
             return []
-        return self._new(
-            Finding(
-                "no_contrast",
-                f"{greedy}, so the samples of a task are one and the same unless its tools draw lots, and "
-                f"{recipe.algorithm.advantage.name}, which compares them, has nothing to learn from: sample at "
-                "rollout.temperature=1",
+        found = []
+        if (greedy := _greedy(recipe)) and recipe.algorithm.advantage.name in COMPARING:
+            found += self._new(
+                Finding(
+                    "no_contrast",
+                    f"{greedy}, so the samples of a task are one and the same unless its tools draw lots, and "
+                    f"{recipe.algorithm.advantage.name}, which compares them, has nothing to learn from: sample at "
+                    "rollout.temperature=1",
+                )
             )
-        )
+        loss, policy = losses.get(recipe.algorithm.loss.name), recipe.algorithm.streams.policy
+        if loss.needs_updates and policy and recipe.train.mini_batches * recipe.train.epochs == 1:
+            found += self._new(
+                Finding(
+                    "one_update",
+                    f"algorithm.loss {recipe.algorithm.loss.name!r} pulls tokens back to the policy of the step's "
+                    "beginning, and with one update a step nothing has moved yet, so that this has no gradient: set "
+                    "train.mini_batches=4, or name another loss",
+                )
+            )
+        return found
 
     def step(self, row: Row) -> list[Finding]:
-        """Return what the row of the next step (or of step 0) raises, and was not said yet."""
+        """What the row of the next step (or of step 0) raises, and was not said yet."""
         self._history.add(row)
         found = []
         for name, condition in CONDITIONS.items():

@@ -26,7 +26,7 @@ MOMENTS = (*OFFLOADED, "step")
 def learning_rate(
     step: int, total: int, peak: float, schedule: str = "constant", warmup: int = 0, floor: float = 0.0, cycles: int = 1
 ) -> float:
-    """Return the learning rate of `step` (0 .. total - 1): linear warm-up over `warmup` steps to `peak`, then the
+    """The learning rate of `step` (0 .. total - 1): linear warm-up over `warmup` steps to `peak`, then the
     schedule, which falls to `floor` x peak, `cycles` times.
 
     schedule: constant, linear or cosine (SGDR, arXiv:1608.03983, equation 5). Raises ValueError for another one.
@@ -129,7 +129,7 @@ class Optimizer:
                 parameter.copy_(master)
 
     def named_state(self) -> dict[str, Tensor]:
-        """Return the tensors of the state by name, not copies: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`,
+        """The tensors of the state by name, not copies: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`,
         `step.<parameter>`, and `master.<parameter>` if there is a master. State that AdamW has not created yet is
         created as 0.
         """
@@ -155,12 +155,12 @@ class Optimizer:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded tensor."""
+    """This rank's shard of a sharded tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`; the shard of a sharded tensor is moved in place."""
+    """The tensor on `device`; the shard of a sharded tensor is moved in place."""
     if not isinstance(tensor, DTensor):
         return tensor.to(device)
     tensor._local_tensor = tensor._local_tensor.to(device)
@@ -193,7 +193,7 @@ def _move_gradient(master: "weakref.ref[Tensor]", parameter: Tensor) -> None:
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return `matrix` [rows, columns] with singular values near 1 and the same singular vectors, by Newton-Schulz
+    """`matrix` [rows, columns] with singular values near 1 and the same singular vectors, by Newton-Schulz
     iterations."""
     a, b, c = COEFFICIENTS
     tall = matrix.shape[0] > matrix.shape[1]
@@ -274,7 +274,7 @@ class MuonAdamW:
         return norm
 
     def named_state(self) -> dict[str, Tensor]:
-        """Return the tensors of the state by name, not copies: those of AdamW, and `momentum.<parameter>` of Muon."""
+        """The tensors of the state by name, not copies: those of AdamW, and `momentum.<parameter>` of Muon."""
         momenta = {f"momentum.{name}": buffer for name, buffer in zip(self._names, self.muon.buffers, strict=True)}
         return {**self.adamw.named_state(), **momenta}
 

@@ -39,7 +39,7 @@ class Reference:
 
     @classmethod
     def in_process(cls, recipe: Recipe, model: Any, forward: Forward) -> "Reference":
-        """Return the reference of a single process. forward: that of the policy `model`.
+        """The reference of a single process. forward: that of the policy `model`.
 
         It is the policy without its adapter if it has one, else the recipe's model, loaded again (also when a run is
         resumed). Raises UserError: the model cannot be loaded.
@@ -63,7 +63,7 @@ class Reference:
             computation.vision.refresh()
 
     def logprobs(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
+        """The log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
         return token_column(
             batch, self._tokens, self._ranks, lambda packed: self._forward(packed, self._temperature)[0]
         )
@@ -102,7 +102,7 @@ class Following:
         self._publish()
 
     def named_state(self) -> dict[str, Tensor]:
-        """Return `master.<parameter>` for each weight, not copies."""
+        """`master.<parameter>` for each weight, not copies."""
         return {f"master.{name}": master for name, master in zip(self._names, self._masters, strict=True)}
 
     @torch.no_grad()

@@ -46,10 +46,10 @@ class ActorRole(Protocol):
         """Go on with a new optimizer; see `Actor.begin_stage`."""
 
     def logprobs(self, batch: Batch) -> Floats:
-        """Return the log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
+        """The log-probs of the sampled tokens under the current weights, float32 [T], 0 elsewhere."""
 
     def entropies(self, batch: Batch) -> Floats:
-        """Return the entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
+        """The entropy of what each sampled token was drawn from, float32 [T], 0 elsewhere."""
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate`; return its metrics. See `Actor.update` for the columns."""
@@ -59,7 +59,7 @@ class ReferenceRole(Protocol):
     """What the learner needs of the reference policy. `Reference` is one."""
 
     def logprobs(self, batch: Batch) -> Floats:
-        """Return the log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
+        """The log-probs of the sampled tokens, float32 [T], 0 elsewhere."""
 
     def follow(self, keep: float) -> None:
         """Make the weights keep * themselves + (1 - keep) * the policy's; with 0, a copy of the policy's. Called
@@ -74,7 +74,7 @@ class CriticRole(Protocol):
         """Number of optimizer updates that changed the weights, or began to."""
 
     def values(self, batch: Batch) -> Floats:
-        """Return the value of the state before each sampled token, float32 [T], 0 elsewhere."""
+        """The value of the state before each sampled token, float32 [T], 0 elsewhere."""
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make one optimizer update at learning rate `rate`; return its metrics. See `Critic.update` for the
@@ -89,7 +89,7 @@ class RewardModelRole(Protocol):
         """How scores are computed, in one line."""
 
     def scores(self, batch: Batch) -> Floats:
-        """Return the score of each sample, float32 [S]."""
+        """The score of each sample, float32 [S]."""
 
 
 class Roles(Protocol):
@@ -137,16 +137,16 @@ class RoleHost(Roles, Protocol):
         """The FLOPs of each role's passes and the peak of its devices, by the name of the role."""
 
     def measure(self) -> dict[str, float]:
-        """Return memory/<phase>_<role>_gb: the peak memory, since the last call, of roles in other processes."""
+        """memory/<phase>_<role>_gb: the peak memory, since the last call, of roles in other processes."""
 
     def trace(self, step: int, folder: Path) -> None:
         """Let roles in other processes write traces of step `step` into `folder` from now on; step 0 ends that."""
 
     def describe(self) -> list[str]:
-        """Return lines for the start of a run: how each role computes."""
+        """Lines for the start of a run: how each role computes."""
 
     def weights(self) -> WeightSource | None:
-        """Return the source that the engine reads after an update; None if it shares the policy's weights."""
+        """The source that the engine reads after an update; None if it shares the policy's weights."""
 
     def save(self, folder: Path) -> PendingLike:
         """Start to write the trained roles into `folder`, as `save_roles` does; they may go on learning at once."""
@@ -159,7 +159,7 @@ class RoleHost(Roles, Protocol):
 
 
 def forward_lines(description: str) -> list[str]:
-    """Return lines for the start of a run: how the policy is computed, and a warning if that is slow."""
+    """Lines for the start of a run: how the policy is computed, and a warning if that is slow."""
     lines = [f"training forward: {description}"]
     if description.startswith(SEQUENTIAL):
         lines.append(
@@ -195,7 +195,7 @@ class LocalRoles:
         return {name: RoleCost(cost, peak, "this process") for name, cost in costs(self).items()}
 
     def measure(self) -> dict[str, float]:
-        """Return nothing: no role is in another process."""
+        """Nothing: no role is in another process."""
         return {}
 
     def trace(self, step: int, folder: Path) -> None:
@@ -209,14 +209,14 @@ class LocalRoles:
         return {name: role for name, role in found.items() if role is not None}
 
     def describe(self) -> list[str]:
-        """Return lines for the start of a run: how each role computes."""
+        """Lines for the start of a run: how each role computes."""
         lines = forward_lines(self.actor.description)
         lines += [f"trained: {lora.describe(self.model)}"] if lora.layers(self.model) else []
         lines += [f"critic: {self.critic.description}"] if self.critic is not None else []
         return lines + ([f"reward model: {self.reward_model.description}"] if self.reward_model is not None else [])
 
     def weights(self) -> None:
-        """Return None: an engine in this process shares the policy's weights."""
+        """None: an engine in this process shares the policy's weights."""
 
     def save(self, folder: Path) -> Pending:
         """Start to write the trained roles into `folder` (see `save_roles`)."""

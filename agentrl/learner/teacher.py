@@ -23,13 +23,15 @@ from agentrl.learner.reference import narrow
 from agentrl.learner.streams import PartOf, learned_by
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import ModelSection, Recipe, TeacherSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import TeacherSection
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.trajectory import Trajectory
 
 POLICY = "policy"
 """The path of a teacher that is the policy itself."""
 Hinted = Callable[[Trajectory, str], tuple[Sequence[int], Sequence[ImageSpan]] | None]
-"""Returns the ids of a trajectory's opening prompt with a hint in it, and where images stand in them; None: where the
+"""The ids of a trajectory's opening prompt with a hint in it, and where images stand in them; None: where the
 opening ends is not known."""
 
 
@@ -37,7 +39,7 @@ class TeacherRole(Protocol):
     """What the learner needs of a teacher, wherever it computes. `Teacher` is one."""
 
     def columns(self, batch: Batch) -> Batch:
-        """Return the samples with these token columns alone: `teacher_logprobs`, float32 [T], of the sampled tokens;
+        """The samples with these token columns alone: `teacher_logprobs`, float32 [T], of the sampled tokens;
         by `form: top_k` also `teacher_ids`, int64 [T, K], the likeliest tokens there, and `teacher_top`, float32
         [T, K], their log-probs, -inf where there are fewer. Elsewhere they have no meaning."""
 
@@ -62,7 +64,7 @@ class Teacher:
 
     @classmethod
     def in_process(cls, section: TeacherSection, recipe: Recipe, policy: Forward) -> "Teacher":
-        """Return a teacher of this process. Raises UserError: the model cannot be loaded."""
+        """A teacher of this process. Raises UserError: the model cannot be loaded."""
         if section.path == POLICY:
             return cls(section, recipe, policy)
         model = teacher_model(section, recipe)
@@ -90,7 +92,7 @@ class Teacher:
         return Batch(batch.offsets, found, {})
 
     def distribution(self, packed: Packed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return the log-probs [N] of a packed row's predictions, and what gives all others: the states [N, E], and the
+        """The log-probs [N] of a packed row's predictions, and what gives all others: the states [N, E], and the
         matrix [V, E] and bias [V] of the output layer (see `Further`)."""
 
         def read(states: Tensor, head: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -106,7 +108,7 @@ class Teacher:
 
 
 def teacher_model(section: TeacherSection, recipe: Recipe) -> ModelSection:
-    """Return the section by which a local teacher is loaded: as the policy, frozen, from its own path."""
+    """The section by which a local teacher is loaded: as the policy, frozen, from its own path."""
     return recipe.model.model_copy(update={"path": section.path, "chat_template": None}).frozen
 
 
@@ -120,7 +122,7 @@ def _of_teacher() -> Iterator[None]:
 
 
 def local_teachers(recipe: Recipe, make: Callable[[TeacherSection], Teacher]) -> dict[int, Teacher]:
-    """Return the recipe's teachers in the trainer's processes, by the index of their environment; each is made once."""
+    """The recipe's teachers in the trainer's processes, by the index of their environment; each is made once."""
     made: list[tuple[TeacherSection, Teacher]] = []
     found: dict[int, Teacher] = {}
     for part, section in enumerate(recipe.teachers):
@@ -133,7 +135,7 @@ def local_teachers(recipe: Recipe, make: Callable[[TeacherSection], Teacher]) ->
 
 
 def compared_whole(teachers: Mapping[int, Teacher]) -> dict[int, Teacher]:
-    """Return those whose whole distributions the actor compares (`form: full`)."""
+    """Those whose whole distributions the actor compares (`form: full`)."""
     return {part: teacher for part, teacher in teachers.items() if teacher.section.compared == "full"}
 
 
@@ -167,7 +169,7 @@ class Guide:
         self.recipe, self.teachers, self.part_of, self._hinted = recipe, teachers, part_of, hinted
 
     def taught(self, batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
-        """Return the batch with what the teachers say of the samples that are distilled (see `TeacherRole.columns`);
+        """The batch with what the teachers say of the samples that are distilled (see `TeacherRole.columns`);
         but for full vocabularies, which the actor compares."""
         chosen = learned_by(batch, "distill") & (batch.sampled > 0)
         if not chosen.any():
@@ -189,7 +191,7 @@ class Guide:
         return batch.with_tokens(**columns)
 
     def _with_hints(self, batch: Batch, trajectories: Sequence[Trajectory], hint: str) -> Batch:
-        """Return the samples with the hint in their openings: the tokens after these are the same. trajectories: of
+        """The samples with the hint in their openings: the tokens after these are the same. trajectories: of
         each sample."""
         assert self._hinted is not None
         names = [name for name in ("ids", "loss_mask", KEYED) if name in batch.tokens]
@@ -239,7 +241,7 @@ def _put(columns: dict[str, Array], name: str, values: Array, at: Array, size: i
 
 
 def opening_of(t: Trajectory, render: Callable[[Sequence[Any]], Sequence[int]]) -> Sequence[Any] | None:
-    """Return the messages of a trajectory's opening prompt: those that render to its ids; None: none do."""
+    """The messages of a trajectory's opening prompt: those that render to its ids; None: none do."""
     messages = t.branches[0] if t.branches else t.messages
     wanted = t.ids[: t.prompt_length].tolist()
     ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"] or [len(messages)]
@@ -247,5 +249,5 @@ def opening_of(t: Trajectory, render: Callable[[Sequence[Any]], Sequence[int]]) 
 
 
 def filled(hint: str, task: Task) -> str:
-    """Return a hint with the columns of the task's data in place of {column}; what names no column stays as it is."""
+    """A hint with the columns of the task's data in place of {column}; what names no column stays as it is."""
     return re.sub(r"\{(\w+)\}", lambda found: str(task.data.get(found[1], found[0])), hint)

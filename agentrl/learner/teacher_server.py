@@ -18,7 +18,7 @@ from agentrl.compute.batch import Array, Batch
 from agentrl.engine.servers.client import Client, RefusedError, ServerError, Sessions
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
-from agentrl.recipe.schema import TeacherSection
+from agentrl.recipe.sections.algorithm import TeacherSection
 
 Floats = npt.NDArray[np.float32]
 PROBE = "The café's 12 owners: don't {x} == [3.5, -7]\n\tElephants jump."
@@ -93,7 +93,7 @@ class TeacherServer:
         return Batch(batch.offsets, columns, {})
 
     async def _sample(self, batch: Batch, sample: int, k: int, gate: asyncio.Semaphore) -> dict[str, Array]:
-        """Return the columns of the sampled tokens of one sample."""
+        """The columns of the sampled tokens of one sample."""
         span = batch.span(sample)
         ids, places = batch.tokens["ids"][span].tolist(), np.flatnonzero(batch.tokens["loss_mask"][span])
         first = max(0, int(places[0]) - 1)
@@ -172,7 +172,7 @@ class TeacherServer:
         return "/v1/completions", {**body, **own}
 
     def _read(self, answer: Any, ids: Sequence[int], first: int) -> Told:
-        """Return what an answer says of ids[first:]. Raises RefusedError: it is not what was asked for."""
+        """What an answer says of ids[first:]. Raises RefusedError: it is not what was asked for."""
         try:
             read = {"sglang": _of_sglang, "vllm": _of_vllm, "openai": _of_openai}[self._kind]
             told = read(answer, ids, first)
@@ -224,14 +224,14 @@ def _of_openai(answer: Any, ids: Sequence[int], first: int) -> Told:
 
 
 def _first(top: Mapping[int, float], k: int) -> tuple[list[int], list[float]]:
-    """Return the k likeliest tokens; where there are fewer, others with -inf, which are none."""
+    """The k likeliest tokens; where there are fewer, others with -inf, which are none."""
     best = sorted(top.items(), key=lambda pair: -pair[1])[:k]
     lacking = k - len(best)
     return [index for index, _ in best] + [0] * lacking, [value for _, value in best] + [-np.inf] * lacking
 
 
 def _means(theirs: str, ours: str) -> bool:
-    """Return whether two tokenizers may mean the same token: pieces of a character are written in several ways, and so
+    """Whether two tokenizers may mean the same token: pieces of a character are written in several ways, and so
     is a space at the beginning."""
     marks = ("\ufffd", "bytes:", "<0x")
     if any(mark in text for mark in marks for text in (theirs, ours)):

@@ -7,5 +7,5 @@ EMBEDDED = ("tiny", "tiny_vision")
 
 
 def embedded_path(name: str = "tiny") -> Path:
-    """Return the folder of an embedded model, which `from_pretrained` loads."""
+    """The folder of an embedded model, which `from_pretrained` loads."""
     return Path(__file__).parent / name

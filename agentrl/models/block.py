@@ -79,7 +79,7 @@ class Weights:
 
 
 def unsupported(model: Any) -> str | None:
-    """Return why this decoder cannot compute `model`, in a few words; None: it can."""
+    """Why this decoder cannot compute `model`, in a few words; None: it can."""
     config: Any = getattr(model, "config", None)
     family = getattr(config, "model_type", None)
     if family not in FAMILIES:
@@ -100,7 +100,7 @@ def unsupported(model: Any) -> str | None:
 
 
 def shape_of(model: Any) -> Shape:
-    """Return the sizes of a transformers model of FAMILIES."""
+    """The sizes of a transformers model of FAMILIES."""
     config: Any = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(
@@ -114,7 +114,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def weights_of(model: Any, copy: bool = True, interleave: bool = False, pack: bool = False) -> Weights:
-    """Return the weights of `model` in the form that `hidden` reads.
+    """The weights of `model` in the form that `hidden` reads.
 
     copy: concatenate q|k|v and gate|up, fold the norms' gains, lay the matrices out for speed. Costs one copy of the
     model and pays for small ones; under autograd the copies carry gradients back to the parameters, so build them anew
@@ -167,13 +167,13 @@ def _qk_gain(attention: Any, s: Shape, interleave: bool) -> Tensor | None:
 
 
 def _interleave(w: Tensor, head_dim: int) -> Tensor:
-    """Return the rows of each head in the order (0, D/2, 1, D/2 + 1, ...)."""
+    """The rows of each head in the order (0, D/2, 1, D/2 + 1, ...)."""
     heads = w.view(-1, 2, head_dim // 2, *w.shape[1:])
     return heads.transpose(1, 2).reshape(w.shape)
 
 
 def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-    """Return x / rms(x) over the last dimension, computed in float32, times gain ([D], or one [H, D] by heads)."""
+    """X / rms(x) over the last dimension, computed in float32, times gain ([D], or one [H, D] by heads)."""
     if torch.is_grad_enabled() or x.dtype != torch.float32:
         y = F.rms_norm(x, (x.shape[-1],), None if gain is None or gain.dim() > 1 else gain, eps)
         return y if gain is None or gain.dim() == 1 else y * gain
@@ -193,13 +193,13 @@ class Rope:
         self._table = torch.empty(0, len(self._frequencies), dtype=torch.complex64)
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """Return the rotations of positions [N]: e^(i position frequency), times the attention scaling and `factor`,
+        """The rotations of positions [N]: e^(i position frequency), times the attention scaling and `factor`,
         complex64 [N, 1, D / 2]."""
         angles = torch.outer(positions.float(), self._frequencies.to(positions.device))
         return torch.polar(torch.full_like(angles, self._scaling), angles)[:, None]
 
     def table(self, positions: int) -> Tensor:
-        """Return the rotations of at least the first `positions` positions, complex64 [n, D / 2]; kept, grown by
+        """The rotations of at least the first `positions` positions, complex64 [n, D / 2]; kept, grown by
         doubling."""
         if len(self._table) < positions:
             grown = max(positions, 2 * len(self._table), 256)
@@ -218,7 +218,7 @@ def rotate(x: Tensor, rotation: Tensor, interleaved: bool) -> Tensor:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up [N, F] of gate_up [N, 2 F] (arXiv:2002.05202)."""
+    """silu(gate) * up [N, F] of gate_up [N, 2 F] (arXiv:2002.05202)."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -238,7 +238,7 @@ def hidden(
     weights: Weights, ids: Tensor, rotation: Tensor, attend: Attend,
     kernels: Kernels = Kernels(), predict: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the hidden states [N, hidden] after the final norm of the tokens `ids` [N] (int64).
+    """The hidden states [N, hidden] after the final norm of the tokens `ids` [N] (int64).
 
     rotation: `Rope` of the positions, complex64 [N, 1, D / 2]. predict: indices [M] of the tokens whose states are
     returned (None: all); the others are not computed beyond the last attention. Logits are `weights.head` of the

@@ -16,7 +16,7 @@ from torch import Tensor
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Return whether float32 products should use oneDNN: of AMD's processors with AVX-512, MKL uses half the width.
+    """Whether float32 products should use oneDNN: of AMD's processors with AVX-512, MKL uses half the width.
 
     With AVX2 alone MKL is as fast for many rows and up to ten times as fast for few, and oneDNN keeps up to a megabyte
     for each shape that it met: hundreds of megabytes in a run, whose packed rows all differ in length.
@@ -65,7 +65,7 @@ def _onednn(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b [N, out] of x [N, in] and weight [out, in]; differentiable."""
+    """X W^T + b [N, out] of x [N, in] and weight [out, in]; differentiable."""
     if not (x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and prefers_onednn()):
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu"):
@@ -95,7 +95,7 @@ class Dense:
         self.weights = [w.t().contiguous() for w in joined] if self.transposed else joined
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the outputs [N, sum of out_i] of x [N, in]."""
+        """The outputs [N, sum of out_i] of x [N, in]."""
         if self.transposed:
             w = self.weights[0]
             return torch.mm(x, w) if self.bias is None else torch.addmm(self.bias, x, w)
@@ -105,22 +105,22 @@ class Dense:
         return y if self.bias is None else y + self.bias
 
     def plus(self, residual: Tensor, x: Tensor) -> Tensor:
-        """Return residual [N, out] + self(x)."""
+        """Residual [N, out] + self(x)."""
         if self.transposed and self.bias is None:
             return torch.addmm(residual, x, self.weights[0])
         return residual + self(x)
 
     def gated(self, x: Tensor, swiglu: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return swiglu(self(x)): silu of the first half of the outputs times the second."""
+        """swiglu(self(x)): silu of the first half of the outputs times the second."""
         return swiglu(self(x))
 
     def halves(self) -> tuple[Tensor, Tensor]:
-        """Return the weight of the first and of the second half of the outputs, as views."""
+        """The weight of the first and of the second half of the outputs, as views."""
         first, second = self.weights[0].chunk(2, 1 if self.transposed else 0)
         return first, second
 
     def bias_halves(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the bias of the first and of the second half of the outputs, as views; None without a bias."""
+        """The bias of the first and of the second half of the outputs, as views; None without a bias."""
         if self.bias is None:
             return None, None
         first, second = self.bias.chunk(2)
@@ -176,6 +176,6 @@ def _packed(weight: Tensor) -> Tensor:
 
 
 def _onednn_with(what: str, other: Tensor, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `other` plus (what: add) or times (mul) the product."""
+    """`other` plus (what: add) or times (mul) the product."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, w, bias, what)
     return out

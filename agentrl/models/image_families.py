@@ -27,36 +27,36 @@ class Family(Protocol):
     """Positions of a token: 3 (time, height, width), or 1, where tokens of images are counted like those of text."""
 
     def patches(self, made: Mapping[str, object]) -> tuple[Pixels, Grid]:
-        """Return the patches [n, D] of one image, and its grid. made: what the image processor returned for it."""
+        """The patches [n, D] of one image, and its grid. made: what the image processor returned for it."""
         ...
 
     def cells(self, processor: Any, grid: Grid) -> Grid:
-        """Return the features of an image in time, height and width; each takes a placeholder."""
+        """The features of an image in time, height and width; each takes a placeholder."""
         ...
 
     def count(self, processor: Any, width: int, height: int) -> int | None:
-        """Return the number of features of an image of this size in pixels; None: only processing one says it."""
+        """The number of features of an image of this size in pixels; None: only processing one says it."""
         ...
 
     def ends(self, config: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """Return the ids before and after an image's placeholders that its template does not write."""
+        """The ids before and after an image's placeholders that its template does not write."""
         ...
 
     def encode(self, base: Any, given: Sequence[tuple[Pixels, Grid]]) -> "list[tuple[Tensor, tuple[Tensor, ...]]]":
-        """Return of each image its features [n, D], and those that are added behind the first layers."""
+        """Of each image its features [n, D], and those that are added behind the first layers."""
         ...
 
     def arguments(self, base: Any, text: "Tensor", images: "Tensor", deep: "Sequence[Tensor]") -> dict[str, Any]:
-        """Return further arguments of the text model. text: ids int64 [R, Q]. images: bool [R, Q], which of them are
+        """Further arguments of the text model. text: ids int64 [R, Q]. images: bool [R, Q], which of them are
         placeholders. deep: see `encode`, those of all of them."""
         ...
 
     def mask(self, base: Any, embeddings: "Tensor", images: "Tensor") -> Any:
-        """Return the attention mask of whole sequences, whose embeddings are [R, Q, D]; None: that of text."""
+        """The attention mask of whole sequences, whose embeddings are [R, Q, D]; None: that of text."""
         ...
 
     def looks_ahead(self, base: Any) -> bool:
-        """Return whether tokens of an image attend to later ones, so that no keys and values can be kept."""
+        """Whether tokens of an image attend to later ones, so that no keys and values can be kept."""
         ...
 
 
@@ -198,7 +198,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any], name: str) -> Family | None:
-    """Return how models of a configuration see; None: they read text alone. name: of the model, for the error line.
+    """How models of a configuration see; None: they read text alone. name: of the model, for the error line.
     Raises UserError: they see, and nothing is known of their type."""
     kind = config.get("model_type", "")
     if kind in FAMILIES or not _sees(config):
@@ -210,7 +210,7 @@ def family_of(config: Mapping[str, Any], name: str) -> Family | None:
 
 
 def _sees(config: Mapping[str, object]) -> bool:
-    """Return whether transformers has a configuration's type among those that see, or it has a vision part, or a token
+    """Whether transformers has a configuration's type among those that see, or it has a vision part, or a token
     for images, by the names that they have."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
 

@@ -36,7 +36,7 @@ class ImageInput:
         self._tokens: dict[ImageSize, int] = {}
 
     def pixels(self, key: str) -> tuple[Pixels, Grid]:
-        """Return the patches [n, D] of a stored image, float32, and its grid (time, height, width). Raises ImageError:
+        """The patches [n, D] of a stored image, float32, and its grid (time, height, width). Raises ImageError:
         the processor does not take it."""
         if (made := self._pixels.get(key)) is None:
             made = self._processed(STORE.load(key))
@@ -45,7 +45,7 @@ class ImageInput:
         return made
 
     def raw(self, key: str) -> tuple[npt.NDArray[np.uint8], Grid]:
-        """Return the patches [n, D] of a stored image before they are scaled and normalized, and its grid."""
+        """The patches [n, D] of a stored image before they are scaled and normalized, and its grid."""
         made = self.processor(images=[STORE.load(key)], do_rescale=False, do_normalize=False, return_tensors="np")
         patches, grid = self.family.patches(made)
         return patches.astype(np.uint8), grid
@@ -54,7 +54,7 @@ class ImageInput:
         return self.family.patches(_understood(lambda: self.processor(images=[image], return_tensors="np")))
 
     def grid(self, key: str) -> Grid:
-        """Return the grid of an image. Raises ImageError: it makes too many tokens, or the processor does not take
+        """The grid of an image. Raises ImageError: it makes too many tokens, or the processor does not take
         it."""
         grid = self._grids.get(key) or self.pixels(key)[1]
         if self.tokens(grid) > MAX_TOKENS:
@@ -62,15 +62,15 @@ class ImageInput:
         return grid
 
     def tokens(self, grid: Grid) -> int:
-        """Return the number of placeholders of an image."""
+        """The number of placeholders of an image."""
         return int(np.prod(self.cells(grid)))
 
     def cells(self, grid: Grid) -> Grid:
-        """Return the features of an image in time, height and width."""
+        """The features of an image in time, height and width."""
         return self.family.cells(self.processor, grid)
 
     def tokens_of(self, size: ImageSize) -> int:
-        """Return the number of placeholders of an image of this size, which need not be decoded. Raises ImageError: the
+        """The number of placeholders of an image of this size, which need not be decoded. Raises ImageError: the
         processor takes none of this shape."""
         from PIL import Image
 
@@ -81,7 +81,7 @@ class ImageInput:
 
 
 def _understood(work: Callable[[], Any]) -> Any:
-    """Return what an image processor makes of an image. Raises ImageError: it does not take it, as one of 1 x 1000
+    """What an image processor makes of an image. Raises ImageError: it does not take it, as one of 1 x 1000
     pixels."""
     try:
         return work()
@@ -91,7 +91,7 @@ def _understood(work: Callable[[], Any]) -> Any:
 
 
 def image_input(path: str, trust_remote_code: bool = False) -> ImageInput | None:
-    """Return how a model takes images; None: it takes none. path: of its folder or on the hub. Raises UserError: it
+    """How a model takes images; None: it takes none. path: of its folder or on the hub. Raises UserError: it
     sees, and its type is not known."""
     from transformers import AutoImageProcessor, PretrainedConfig
 

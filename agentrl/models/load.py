@@ -10,7 +10,8 @@ from agentrl.errors import UserError, nearest
 from agentrl.models import EMBEDDED, embedded_path
 from agentrl.models.image_families import FAMILIES, family_of
 from agentrl.models.image_input import ImageInput, check_alike, image_input
-from agentrl.recipe.schema import ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.remote import fetched, is_remote
 
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
@@ -91,7 +92,7 @@ def load_scorer(section: ModelSection, seed: int = 0) -> tuple[Any, Any]:
 
 
 def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
-    """Return the model without weights and adapter, on the meta device, and its tokenizer, for a process that does not
+    """The model without weights and adapter, on the meta device, and its tokenizer, for a process that does not
     compute with it. Raises UserError as `load_model` does."""
     import torch
 
@@ -107,7 +108,7 @@ def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
 
 
 def load_tokenizer(section: ModelSection) -> Any:
-    """Return the tokenizer with the recipe's chat template. Raises UserError as `load_model` does."""
+    """The tokenizer with the recipe's chat template. Raises UserError as `load_model` does."""
     from transformers import AutoTokenizer
 
     path = resolve(section.path)
@@ -126,14 +127,14 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 
 def class_for(config: Any) -> Any:
-    """Return the class of transformers that makes a model of this configuration."""
+    """The class of transformers that makes a model of this configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
 def let_classify(config: Any) -> bool:
-    """Return whether transformers can make a sequence classifier of this configuration: of a model that sees, for which
+    """Whether transformers can make a sequence classifier of this configuration: of a model that sees, for which
     it has no class, it is given one, as it makes those of other models."""
     from transformers import AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as KNOWN
@@ -176,7 +177,7 @@ def check_roles(recipe: Recipe, ours: ImageInput) -> None:
 
 
 def find_device(name: str) -> Any:
-    """Return the torch device that `model.device` names. Raises UserError if it does not exist."""
+    """The torch device that `model.device` names. Raises UserError if it does not exist."""
     import torch
 
     if name == "auto":
@@ -191,7 +192,7 @@ def find_device(name: str) -> Any:
 
 
 def on_gpu(recipe: Recipe) -> bool:
-    """Return whether the trainer of `recipe` computes on GPUs, its workers' or this machine's."""
+    """Whether the trainer of `recipe` computes on GPUs, its workers' or this machine's."""
     import torch
 
     if recipe.cluster.used:
@@ -201,7 +202,7 @@ def on_gpu(recipe: Recipe) -> bool:
 
 
 def resolve_types(recipe: Recipe) -> Recipe:
-    """Return the recipe with `model.compute: auto` resolved for the device that it trains on."""
+    """The recipe with `model.compute: auto` resolved for the device that it trains on."""
     section = recipe.model
     if section.compute != "auto":
         return recipe
@@ -211,7 +212,7 @@ def resolve_types(recipe: Recipe) -> Recipe:
 
 
 def resolve(path: str) -> str:
-    """Return the argument of `from_pretrained` for `model.path`: an existing folder, a copy of that behind a URL, or a
+    """The argument of `from_pretrained` for `model.path`: an existing folder, a copy of that behind a URL, or a
     hub name. Raises UserError."""
     if path in EMBEDDED:
         return str(embedded_path(path))
@@ -279,7 +280,7 @@ def check_family(path: str, section: ModelSection, **options: object) -> None:
 
 
 def overridden(config: Any, section: ModelSection) -> Any:
-    """Return a model's configuration with the settings of `model.config`, in place; what is a mapping is changed key
+    """A model's configuration with the settings of `model.config`, in place; what is a mapping is changed key
     by key. Raises UserError: a setting that it does not have."""
     text = config.get_text_config()
     for key, value in section.config.items():
@@ -319,7 +320,7 @@ def _read(template: str) -> str:
 
 
 def _load(path: str, what: str, load: Any) -> Any:
-    """Return `load()`, its errors as one line: this is the boundary to files and to the hub."""
+    """`load()`, its errors as one line: this is the boundary to files and to the hub."""
     try:
         return load()
     except UserError:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import UserError, nearest
 from agentrl.models.vision import towers
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 from agentrl.remote import fetched, is_remote
 
 ADAPTER = "default"
@@ -59,7 +59,7 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
 def target_names(
     model: Any, targets: tuple[str, ...], exclude: tuple[str, ...] = (), vision: bool = False
 ) -> list[str]:
-    """Return the full names of the layers that get an adapter: those whose name ends with one of `targets`, unless one
+    """The full names of the layers that get an adapter: those whose name ends with one of `targets`, unless one
     of `exclude` stands in it between dots. vision: also those of the vision tower."""
     head, seeing = model.get_output_embeddings(), towers(model)
     if vision and not seeing:
@@ -91,29 +91,29 @@ def target_names(
 
 
 def is_adapted(module: object) -> bool:
-    """Return whether this layer has an adapter."""
+    """Whether this layer has an adapter."""
     return hasattr(module, "base_layer") and ADAPTER in getattr(module, "lora_A", ())
 
 
 def layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers that have an adapter, by name; empty: the model has none."""
+    """The layers that have an adapter, by name; empty: the model has none."""
     return {name: module for name, module in model.named_modules() if is_adapted(module)}
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the matrices A and B of every layer with an adapter, in the order of `adapter_state`."""
+    """The matrices A and B of every layer with an adapter, in the order of `adapter_state`."""
     return [matrix.weight for layer in layers(model).values() for matrix in _matrices(layer)]
 
 
 def weight_of(layer: Any) -> Tensor:
-    """Return the effective weight of a linear layer, [out, in]: merged with its adapter if that is on, with gradients
+    """The effective weight of a linear layer, [out, in]: merged with its adapter if that is on, with gradients
     to the adapter, and without its dropout."""
     weight: Tensor = layer.weight
     return merged(layer) if is_adapted(layer) and not layer.disable_adapters else weight
 
 
 def merged(layer: Any, whole: Callable[[Tensor], Tensor] = lambda t: t) -> Tensor:
-    """Return weight + scaling x B A of a layer with an adapter, summed in float32, whether the adapter is on or off.
+    """Weight + scaling x B A of a layer with an adapter, summed in float32, whether the adapter is on or off.
 
     whole: applied to each tensor first, for example to gather its shards.
     """
@@ -123,7 +123,7 @@ def merged(layer: Any, whole: Callable[[Tensor], Tensor] = lambda t: t) -> Tenso
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether any layer of the adapter has dropout."""
+    """Whether any layer of the adapter has dropout."""
     return any(not isinstance(layer.lora_dropout[ADAPTER], nn.Identity) for layer in layers(model).values())
 
 
@@ -170,7 +170,7 @@ def plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the adapter's tensors by their names in peft's files."""
+    """The adapter's tensors by their names in peft's files."""
     return {
         f"{PREFIX}{name}.lora_{letter}.weight": matrix.weight.detach()
         for name, layer in layers(model).items()
@@ -179,13 +179,13 @@ def adapter_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """Return the content of peft's adapter_config.json."""
+    """The content of peft's adapter_config.json."""
     found = {**model.peft_config[ADAPTER].to_dict(), "inference_mode": True}
     return dict(json.loads(json.dumps(found, default=lambda value: sorted(value))))
 
 
 def describe(model: nn.Module) -> str:
-    """Return one line about the adapter."""
+    """One line about the adapter."""
     found = layers(model)
     own = sum(p.numel() for p in adapter_parameters(model))
     rank = next(iter(found.values())).r[ADAPTER]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from agentrl.models.load import on_gpu
 from agentrl.models.shape import Shape, read_shape
-from agentrl.recipe.schema import PoolSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.cluster import PoolSection
 
 BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `model.dtype`."""
@@ -62,7 +63,7 @@ class Setting:
 
     @classmethod
     def of(cls, recipe: Recipe, workers: int, *, actor: bool = True) -> "Setting":
-        """Return the setting of a group of `workers` workers. actor: False for a pool without the actor, whose models
+        """The setting of a group of `workers` workers. actor: False for a pool without the actor, whose models
         are sharded over all of its workers."""
         size, cluster = BYTES[recipe.model.dtype], recipe.cluster
         return cls(
@@ -222,7 +223,7 @@ def _plan_roles(recipe: Recipe, roles: Collection[str], setting: Setting) -> Mem
 
 
 def _trained(shape: Shape, setting: Setting) -> tuple[int, int, int]:
-    """Return the bytes of weights, gradients and optimizer state; an adapter is float32."""
+    """The bytes of weights, gradients and optimizer state; an adapter is float32."""
     weights = shape.parameters * setting.size + shape.adapter * 4
     trained = _changed(shape, setting)
     state = MOMENT_BYTES + (MASTER_BYTES if setting.size < 4 and not shape.adapter else 0)
@@ -230,7 +231,7 @@ def _trained(shape: Shape, setting: Setting) -> tuple[int, int, int]:
 
 
 def _changed(shape: Shape, setting: Setting) -> int:
-    """Return the number of parameters that have gradients."""
+    """The number of parameters that have gradients."""
     frozen = shape.tower.parameters if shape.tower is not None and setting.frozen else 0
     return shape.adapter or shape.parameters - frozen
 
@@ -240,12 +241,12 @@ def _moments(shape: Shape, setting: Setting) -> int:
 
 
 def _saved(shape: Shape, setting: Setting) -> int:
-    """Return the bytes of the inputs of all layers except the one that runs."""
+    """The bytes of the inputs of all layers except the one that runs."""
     return -(-setting.tokens // setting.sequence) * setting.compute * shape.hidden * (shape.layers - 1)
 
 
 def _gathered(shape: Shape, setting: Setting, trains: bool) -> int:
-    """Return the bytes of gathered weights: the root, the layer that runs and the next one; in the backward pass also
+    """The bytes of gathered weights: the root, the layer that runs and the next one; in the backward pass also
     the whole gradients of a layer until they are averaged, and those of the root, which are averaged last."""
     if setting.shard == 1 and not setting.offload:
         return shape.parameters * setting.compute if setting.compute < setting.size else 0
@@ -258,7 +259,7 @@ def _gathered(shape: Shape, setting: Setting, trains: bool) -> int:
 
 
 def _activations(shape: Shape, setting: Setting, trains: bool) -> int:
-    """Return the bytes of activations of a micro-batch; a recomputed layer keeps only its input."""
+    """The bytes of activations of a micro-batch; a recomputed layer keeps only its input."""
     layer = LAYER_TENSORS * shape.hidden + WIDE_TENSORS * shape.wide
     if not trains:
         numbers = layer
@@ -270,7 +271,7 @@ def _activations(shape: Shape, setting: Setting, trains: bool) -> int:
 
 
 def _tower(shape: Shape, setting: Setting, trains: bool) -> int:
-    """Return the bytes of activations of the vision tower for a micro-batch whose tokens are all of images. A frozen
+    """The bytes of activations of the vision tower for a micro-batch whose tokens are all of images. A frozen
     tower keeps none but those of the layer that runs, and its features."""
     if (tower := shape.tower) is None:
         return 0

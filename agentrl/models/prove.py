@@ -17,7 +17,7 @@ HALF_SHARE = 0.25
 def disproof(
     fast: Callable[[], Tensor], slow: Callable[[], Tensor], tolerance: float, scaled: bool = False
 ) -> str | None:
-    """Return why `fast` may not replace `slow`, in a line, or None where both agree.
+    """Why `fast` may not replace `slow`, in a line, or None where both agree.
 
     scaled: `tolerance` is a share of the largest number that `slow` gives, if that is above 1.
     """
@@ -26,7 +26,7 @@ def disproof(
 
 
 def attempt(fast: Callable[[], Tensor]) -> Tensor | str:
-    """Return the result of `fast`, or a line about the exception by which the model refuses it."""
+    """The result of `fast`, or a line about the exception by which the model refuses it."""
     try:
         return fast()
     except MISFITS as error:
@@ -41,7 +41,7 @@ def difference(found: Tensor, wanted: Tensor, tolerance: float, scaled: bool = F
 
 
 def differs_like_others(found: Tensor, wanted: Tensor, other: Tensor) -> str | None:
-    """Return why log-probs in half precision are not those wanted, in a line; None: they differ by rounding.
+    """Why log-probs in half precision are not those wanted, in a line; None: they differ by rounding.
 
     How much rounding there is depends on the model: 0.02 to 0.1 nats in the mean for tokens that it finds unlikely, 0.3
     at one of them. So the measure is the model's own: `other`, its log-probs of the same tokens after other prompts,

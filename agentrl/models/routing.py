@@ -38,13 +38,13 @@ class ServedExperts:
 
     @classmethod
     def of(cls, model: Any) -> "ServedExperts":
-        """Return that of a model, which may be a skeleton. Raises UserError: it has no routers."""
+        """That of a model, which may be a skeleton. Raises UserError: it has no routers."""
         routers, config = routers_of(model), model.config.get_text_config()
         layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]
         return cls(tuple(layers), int(config.num_hidden_layers), int(next(iter(routers.values())).top_k))
 
     def recorded(self, told: npt.NDArray[Any], tokens: int) -> npt.NDArray[np.int16]:
-        """Return what was told as int16 [n, routers, experts a token]. told: integers, n tokens after each other.
+        """What was told as int16 [n, routers, experts a token]. told: integers, n tokens after each other.
         tokens: in all, of which n were computed. Raises ValueError: it is of another size."""
         shape = (-1, self.of_model, self.each)
         if told.size % (self.of_model * self.each) or told.size > tokens * self.of_model * self.each:
@@ -53,7 +53,7 @@ class ServedExperts:
 
 
 def routers_of(model: nn.Module) -> dict[str, Any]:
-    """Return the routers whose choice can be recorded and replayed, by name. Raises UserError: there are none."""
+    """The routers whose choice can be recorded and replayed, by name. Raises UserError: there are none."""
     named = {name: m for name, m in model.named_modules() if type(m).__name__.lower().endswith("topkrouter")}
     found = {name: m for name, m in named.items() if hasattr(m, "top_k")}
     if not found:
@@ -85,7 +85,7 @@ class Routing:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Routing":
-        """Return the routing of `model`, the same object for all callers. Raises UserError: it has no routers."""
+        """The routing of `model`, the same object for all callers. Raises UserError: it has no routers."""
         return getattr(model, _ATTRIBUTE, None) or cls(model)
 
     @contextmanager
@@ -111,13 +111,13 @@ class Routing:
             self._replayed = None
 
     def differing(self) -> Tensor:
-        """Return the share of the replayed choices that the routers would not have made, float32 [tokens], of the
+        """The share of the replayed choices that the routers would not have made, float32 [tokens], of the
         first pass of `replaying`."""
         known = [share for share in self._differs if share is not None]
         return torch.stack(known).mean(0) if known else torch.zeros(0)
 
     def choose(self, layer: int, scores: Tensor, found: Any) -> Any:
-        """Return what `topk` of a router shall return. scores: [tokens, experts]. found: what it returned."""
+        """What `topk` of a router shall return. scores: [tokens, experts]. found: what it returned."""
         if self._taken is not None:
             self._taken[layer] = found.indices
             return found

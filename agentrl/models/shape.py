@@ -1,10 +1,12 @@
 """`Shape`: what a model's configuration says about its size. Counted on the meta device, nothing is loaded."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.models.load import check_family, class_for, overridden, resolve
-from agentrl.recipe.schema import LoraSection, ModelSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,15 @@ class Shape:
 
 
 def read_shape(section: ModelSection) -> Shape | None:
-    """Return the shape of a recipe's model; None if its configuration is not on this machine.
+    """The shape of a recipe's model; None if its configuration is not on this machine.
 
     Raises UserError for a path that is no model, or one that sees in a way that is not known.
     """
+    config = _read_config(section)
+    return None if config is None else Shape.of(config, section.lora, section.trust_remote_code)
+
+
+def _read_config(section: ModelSection) -> Any:
     from transformers import AutoConfig
 
     path = resolve(section.path)
@@ -94,11 +101,46 @@ def read_shape(section: ModelSection) -> Shape | None:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError):
         return None
-    return Shape.of(overridden(config, section), section.lora, section.trust_remote_code)
+    return overridden(config, section)
+
+
+DEFAULT_CONTEXT = 4096
+"""Tokens, for a model whose configuration names no maximum."""
+_OF_ENGINE = ("max_context", "context-length", "max-model-len")
+"""The engine's own: arguments, and flags of servers."""
+
+
+def context_of(config: Any) -> int:
+    """The maximum context of a model's configuration in tokens, or DEFAULT_CONTEXT if it names none."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return DEFAULT_CONTEXT
+
+
+def expected_context(recipe: Recipe) -> int | None:
+    """The context that the recipe's engine will have, in tokens; None if the model's configuration is not on
+    this machine. Raises as `read_shape` does."""
+    config, flags = _read_config(recipe.model), recipe.engine.args.get("flags")
+    if config is None:
+        return None
+    given = {**recipe.engine.args, **(flags if isinstance(flags, Mapping) else {})}
+    own = [value for name in _OF_ENGINE if isinstance(value := given.get(name), int) and value > 0]
+    return min([context_of(config), *own])
+
+
+def short_context(recipe: Recipe, context: int) -> str | None:
+    """A line that says that conversations end before `rollout.max_tokens`, where they do."""
+    most = recipe.rollout.max_tokens
+    if context >= most:
+        return None
+    return f"rollout.max_tokens {most} is more than the model's context: conversations end at {context} tokens"
 
 
 def undivided_heads(section: ModelSection, ranks: int) -> str | None:
-    """Return why `ranks` workers cannot share a model's sequences (see `heads_fault`); None: they can, or its
+    """Why `ranks` workers cannot share a model's sequences (see `heads_fault`); None: they can, or its
     configuration is not on this machine."""
     from transformers import AutoConfig
 
@@ -112,7 +154,7 @@ def undivided_heads(section: ModelSection, ranks: int) -> str | None:
 
 
 def heads_fault(config: Any, ranks: int) -> str | None:
-    """Return why the attention heads of a model cannot be dealt out to `ranks` workers; None: they can. config: its
+    """Why the attention heads of a model cannot be dealt out to `ranks` workers; None: they can. config: its
     transformers configuration."""
     heads: int = config.get_text_config().num_attention_heads
     if heads % ranks == 0:
@@ -128,7 +170,7 @@ def _count(module: Any) -> int:
 
 
 def _tower(model: Any, config: Any) -> tuple[Any, Tower | None]:
-    """Return the vision tower and its size; (None, None): the model has none."""
+    """The vision tower and its size; (None, None): the model has none."""
     vision = getattr(config, "vision_config", None)
     modules = dict(model.named_modules())
     tower = next((m for name, m in modules.items() if name.rpartition(".")[2] in ("visual", "vision_tower")), None)
@@ -143,7 +185,7 @@ def _tower(model: Any, config: Any) -> tuple[Any, Tower | None]:
 
 
 def longest_list(model: Any, outside: Any = None) -> list[Any]:
-    """Return the longest list of modules that is in no other list. outside: a module whose lists do not count."""
+    """The longest list of modules that is in no other list. outside: a module whose lists do not count."""
     from torch.nn import ModuleList
 
     left_out = set() if outside is None else set(outside.modules())

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from agentrl.errors import UserError
 from agentrl.models.load import load_skeleton, overridden, resolve
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.sections.model import ModelSection
 
 Read = Callable[[Tensor], Tensor]
-"""Return the value of a parameter or buffer of the streamed model, on the CPU."""
+"""The value of a parameter or buffer of the streamed model, on the CPU."""
 
 
 class NotStreamed(Exception):  # noqa: N818 - a reason, not a failure: the model is loaded whole
@@ -50,11 +50,11 @@ class Stored:
         return made.expand(self.shapes[name])
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the stored tensor of a placeholder; None: `tensor` is no placeholder."""
+        """The name of the stored tensor of a placeholder; None: `tensor` is no placeholder."""
         return self._placeholders.get(tensor.untyped_storage().data_ptr(), (None,))[0]
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the value of a placeholder, or `tensor` itself if it is none. Raises UserError: the file is
+        """The value of a placeholder, or `tensor` itself if it is none. Raises UserError: the file is
         unreadable."""
         from safetensors import SafetensorError, safe_open
 
@@ -70,7 +70,7 @@ class Stored:
 
 
 def stream_model(section: ModelSection, seed: int = 0, *, headless: bool = False) -> tuple[Any, Read]:
-    """Return the model of `load_model`, with its adapter, as placeholders, and the function that reads them.
+    """The model of `load_model`, with its adapter, as placeholders, and the function that reads them.
 
     Raises NotStreamed, and UserError as `load_model` does.
     """
@@ -87,7 +87,7 @@ def stream_model(section: ModelSection, seed: int = 0, *, headless: bool = False
 
 
 def stream(kind: Any, path: str, section: ModelSection, unread: Sequence[str] = ()) -> tuple[Any, Read]:
-    """Return a model of the transformers class `kind` as placeholders, and the function that reads them.
+    """A model of the transformers class `kind` as placeholders, and the function that reads them.
 
     path: a folder or a hub name. unread: modules that may be absent from the files. The model is in evaluation mode and
     in the dtype of `section`. Raises NotStreamed.

@@ -43,7 +43,7 @@ class Vision:
 
     @staticmethod
     def of(model: Any) -> bool:
-        """Return whether a model sees."""
+        """Whether a model sees."""
         return getattr(model, "image_input", None) is not None
 
     @property
@@ -56,7 +56,7 @@ class Vision:
         self._known.clear()
 
     def features(self, ids: Ints) -> Features | None:
-        """Return the features of keyed ids [P]; None: there is no image in them. A cut image gives its part."""
+        """The features of keyed ids [P]; None: there is no image in them. A cut image gives its part."""
         found = runs(ids)
         keep = self._keep or self.frozen
         known = self._computed(list(dict.fromkeys(run.key for run in found)), keep)
@@ -89,7 +89,7 @@ class Vision:
         return self.input.family.encode(self.base, [self.input.pixels(STORE.of_key(key)) for key in keys])
 
     def embedded(self, ids: Ints) -> dict[str, Any]:
-        """Return the arguments of the text model that say keyed ids [R, Q]."""
+        """The arguments of the text model that say keyed ids [R, Q]."""
         device = self.base.language_model.embed_tokens.weight.device
         text = torch.from_numpy(np.where(ids < 0, self.input.placeholder, ids)).to(device)
         images = torch.from_numpy(ids < 0).to(device)
@@ -102,7 +102,7 @@ class Vision:
         return {"inputs_embeds": embeddings, **self.input.family.arguments(self.base, text, images, deep)}
 
     def positions(self, ids: Ints) -> Ints:
-        """Return the positions of a sequence of keyed ids from its beginning, int64 [axes, P]; its last image may be
+        """The positions of a sequence of keyed ids from its beginning, int64 [axes, P]; its last image may be
         cut."""
         if self.input.family.axes == 1:
             return np.arange(len(ids), dtype=np.int64)[None]
@@ -123,12 +123,12 @@ class Vision:
         return found
 
     def position_ids(self, positions: Ints) -> Tensor:
-        """Return the argument `position_ids` of the text model, of positions [axes, R, Q]."""
+        """The argument `position_ids` of the text model, of positions [axes, R, Q]."""
         found = torch.from_numpy(positions).to(self.model.device)
         return found if len(found) > 1 else found[0]
 
     def states(self, ids: Ints) -> Tensor:
-        """Return the hidden states [P, D] of a sequence of keyed ids, with the unchanged text model."""
+        """The hidden states [P, D] of a sequence of keyed ids, with the unchanged text model."""
         said = self.embedded(ids[None])
         mask = self.input.family.mask(self.base, said["inputs_embeds"], torch.from_numpy(ids[None] < 0))
         positions = self.position_ids(self.positions(ids)[:, None])
@@ -137,23 +137,23 @@ class Vision:
         return states
 
     def logits(self, ids: Ints) -> Tensor:
-        """Return the logits [P, V] of a sequence of keyed ids, with the unchanged text model."""
+        """The logits [P, V] of a sequence of keyed ids, with the unchanged text model."""
         return self.head(self.states(ids))
 
     def head(self, states: Tensor) -> Tensor:
-        """Return the logits of hidden states [..., D]."""
+        """The logits of hidden states [..., D]."""
         logits: Tensor = self.model.lm_head(states)
         cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _blank() -> str:
-    """Return the hash of a picture without content."""
+    """The hash of a picture without content."""
     from PIL import Image
 
     return STORE.put(Image.new("RGB", (32, 32)))
 
 
 def towers(model: Any) -> list[Any]:
-    """Return the modules of a model which make features of pixels; none where it reads text."""
+    """The modules of a model which make features of pixels; none where it reads text."""
     return [getattr(model.model, name) for name in model.image_input.family.towers] if Vision.of(model) else []

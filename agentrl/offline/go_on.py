@@ -25,7 +25,8 @@ from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe
-from agentrl.recipe.schema import Recipe, TrajectoriesSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.journal import Journal
@@ -134,7 +135,7 @@ async def _go_on(
             made = RunFolder.create(output, "") if output is not None else RunFolder.within(folder.path, "continued")
             made.write_recipe(dump_recipe(recipe))
             place = partial(environment_of, env)
-            journal = Journal(TrajectoriesSection(), lambda: made.trajectories, place, recipe.secrets)
+            journal = Journal(TrajectoriesSection(), lambda: made.trajectories, place)
             journal.step(1, [group], split=sample.facts["split"])
         words = [solved_by(env, t) if t.valid else None for t in (*samples, replace(sample.trajectory, task=task))]
         return GoneOn(made.path if made else None, sample, words[-1], samples, stopped, tuple(words[:-1]))
@@ -153,7 +154,7 @@ class _Work:
     turn: int
 
     async def sample(self, number: int) -> tuple[Trajectory, str]:
-        """Return a continuation, tried again where the machinery failed, and why it was stopped."""
+        """A continuation, tried again where the machinery failed, and why it was stopped."""
         former = self.stored.trajectory
         for attempt in range(self.driver.limits.retries + 1):
             request = self.driver.request(self.task, number, attempt=attempt)
@@ -170,7 +171,7 @@ class _Work:
 
 
 def _untrained(t: Trajectory, turns: int) -> Trajectory:
-    """Return the trajectory with its first turns left out of the loss: other weights sampled them."""
+    """The trajectory with its first turns left out of the loss: other weights sampled them."""
     mask = np.array(t.loss_mask)
     for turn in t.turns[:turns]:
         mask[turn.start : turn.end] = 0

@@ -88,7 +88,7 @@ class Which:
     """Its index among the samples of the task."""
 
     def find(self, folder: Path) -> tuple[Stored, StoredSample]:
-        """Return the one sample that is meant, and its file. Raises UserError: none, or more than one."""
+        """The one sample that is meant, and its file. Raises UserError: none, or more than one."""
         found: list[tuple[Stored, int, str]] = []
         seen: set[str] = set()
         for file in chosen_files(folder, self.step, self.split):
@@ -136,7 +136,7 @@ async def _replay(recipe: Recipe, sample: StoredSample) -> Replayed:
 
 
 def live_task(env: Environment, sample: StoredSample) -> Task:
-    """Return the task of a stored sample, as the environment has it. Raises UserError: it has it no more."""
+    """The task of a stored sample, as the environment has it. Raises UserError: it has it no more."""
     split, name = sample.facts["split"], sample.trajectory.task.id
     found = live_tasks(env, split, {name: sample.facts["task_data"]})
     if name not in found:
@@ -148,7 +148,7 @@ def live_task(env: Environment, sample: StoredSample) -> Task:
 
 
 def live_tasks(env: Environment, split: str, stored: Mapping[str, str]) -> dict[str, Task]:
-    """Return by their ids those of the stored tasks of a split that the environment still has, with the same data, and
+    """By their ids those of the stored tasks of a split that the environment still has, with the same data, and
     with what a file does not hold, such as images.
 
     stored: by a task's id its column `task_data`. Raises UserError where the tasks cannot be read.
@@ -179,7 +179,7 @@ def _find(tasks: Sequence[Task], stored: Mapping[str, str]) -> dict[str, Task]:
 
 
 def _by_number(tasks: Sequence[Task], name: str) -> Task | None:
-    """Return the task whose id ends in its place, as most do: making all of them may take long."""
+    """The task whose id ends in its place, as most do: making all of them may take long."""
     digits = re.search(r"\d{1,12}$", name)
     if digits is None or int(digits[0]) >= len(tasks):
         return None
@@ -188,7 +188,7 @@ def _by_number(tasks: Sequence[Task], name: str) -> Task | None:
 
 
 async def scripted_player(recipe: Recipe, env: Environment, engine: StoredTurns) -> Player:
-    """Return a player without a model, whose engine says what is seated. Raises UserError."""
+    """A player without a model, whose engine says what is seated. Raises UserError."""
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
         prepare_torch(recipe)
@@ -209,7 +209,7 @@ async def scripted_player(recipe: Recipe, env: Environment, engine: StoredTurns)
 
 
 def _tokenizer_and_chat(recipe: Recipe, schemas: Sequence[dict[str, Json]]) -> tuple[Any, Chat]:
-    """Return those of the recipe's model; for an engine that takes messages, a chat of plain text."""
+    """Those of the recipe's model; for an engine that takes messages, a chat of plain text."""
     if engine_class(recipe.engine.name).brings_chat:
         return None, TextChat()
     section = recipe.model
@@ -235,12 +235,12 @@ async def play_again(player: Player, engine: StoredTurns, sample: StoredSample, 
     left = len(turns) - len(script.said)
     stopped = script.stopped or (f"it ended by {live.finish} with {left} stored turns left" if left else "")
     groups = (*player.rewards.groups, *((MODEL,) if player.recipe.rewards.model is not None else ()))
-    return Replayed(sample, live, _steps(sample, live, player.recipe.secrets), stopped, groups)
+    return Replayed(sample, live, _steps(sample, live), stopped, groups)
 
 
-def _steps(sample: StoredSample, live: Trajectory, secrets: Sequence[str]) -> tuple[Step, ...]:
-    """Return what was said, stored and live, side by side."""
-    now = row(live, secrets=secrets)
+def _steps(sample: StoredSample, live: Trajectory) -> tuple[Step, ...]:
+    """What was said, stored and live, side by side."""
+    now = row(live)
     sides = [_turns(_said(facts)) for facts in (sample.facts, now)]
     count = max(map(len, sides))
     stored, lived = ([*side, *[[]] * (count - len(side))] for side in sides)
@@ -248,14 +248,14 @@ def _steps(sample: StoredSample, live: Trajectory, secrets: Sequence[str]) -> tu
 
 
 def _said(facts: Mapping[str, Json]) -> list[Message]:
-    """Return the messages of a row; of a tree, those of all of its conversations."""
+    """The messages of a row; of a tree, those of all of its conversations."""
     branches = json.loads(facts["branches"] or "[]")
     found: list[Message] = [m for branch in branches for m in branch] if branches else json.loads(facts["messages"])
     return found
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return the messages by the turns that they follow, the opening first."""
+    """The messages by the turns that they follow, the opening first."""
     found: list[list[Message]] = [[]]
     for message in messages:
         if message["role"] == "assistant":

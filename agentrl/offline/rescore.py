@@ -28,15 +28,18 @@ from agentrl.plugins.rewards import MODEL, Rewards, make_rewards
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe
-from agentrl.recipe.schema import Recipe, RewardSection, RewardsSection, TrajectoriesSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.env import RewardSection, RewardsSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ModelReward, translation
 from agentrl.rollout.player import Player
 from agentrl.rollout.scorer import Scorer
-from agentrl.rollout.stored import StoredSample, as_groups, chosen_files, read_samples
-from agentrl.rollout.trajectory_file import TRAIN, Row, Stored, read_rows
+from agentrl.rollout.selection import make_filter
+from agentrl.rollout.stored import StoredSample, as_groups, chosen_files, read_samples, unseen_groups
+from agentrl.rollout.trajectory_file import FILTERED, TRAIN, Row, Stored, read_rows
 from agentrl.threads import check_abandoned
 from agentrl.trajectory import Boundary, Group, Trajectory
 
@@ -168,7 +171,7 @@ async def _rescore(
         out.write_recipe(dump_recipe(recipe))
         found = Rescored(out.path, computed=(*rewards.samples, *rewards.groups), notes=notes)
         whole = TrajectoriesSection(keep=0)
-        journal = Journal(whole, lambda: out.trajectories, partial(environment_of, env), recipe.secrets)
+        journal = Journal(whole, lambda: out.trajectories, partial(environment_of, env))
         work = _Work(env, recipe, rewards, were, journal, live, tasks)
         for one in files:
             samples = _live(read_samples(one.path, recipe.rewards.weights), tasks)
@@ -183,7 +186,7 @@ async def _rescore(
 
 
 async def _live_hooks(recipe: Recipe, env: Environment, stack: AsyncExitStack) -> tuple[Player, StoredTurns]:
-    """Return what plays rollouts again, without the recipe's own rewards."""
+    """What plays rollouts again, without the recipe's own rewards."""
     engine = StoredTurns()
     player = await scripted_player(recipe.changed(rewards=RewardsSection()), env, engine)
     stack.push_async_callback(player.close)
@@ -191,7 +194,7 @@ async def _live_hooks(recipe: Recipe, env: Environment, stack: AsyncExitStack) -
 
 
 async def _with_model(recipe: Recipe, rewards: Rewards, env: Environment, progress: Progress) -> Rewards:
-    """Return the rewards with that of the recipe's reward model, which is loaded into this process."""
+    """The rewards with that of the recipe's reward model, which is loaded into this process."""
     if MODEL in (*rewards.samples, *rewards.groups):
         raise UserError(f"rewards.functions: one of them fills the part {MODEL!r}, as rewards.model does")
     progress.phase("loading the reward model")
@@ -203,7 +206,7 @@ async def _with_model(recipe: Recipe, rewards: Rewards, env: Environment, progre
 
 
 def _former_parts(former: Recipe) -> set[str]:
-    """Return the parts that the recipe's functions and its reward model gave when the rollouts were stored."""
+    """The parts that the recipe's functions and its reward model gave when the rollouts were stored."""
     return {one.part or _name_of(one) for one in former.rewards.functions} | (
         {MODEL} if former.rewards.model is not None else set()
     )
@@ -239,7 +242,7 @@ def _check_weights(recipe: Recipe, rewards: Rewards, were: set[str], facts: Sequ
 
 
 def _tasks(env: Environment, facts: Sequence[Row]) -> tuple[dict[tuple[str, str], Task], list[str]]:
-    """Return the tasks that the environment has still, by split and id, and a line about the others."""
+    """The tasks that the environment has still, by split and id, and a line about the others."""
     stored: dict[str, dict[str, str]] = {}
     for row in facts:
         if None not in (row["split"], row["task"], row["task_data"]):  # of a damaged file, as is said when it is read
@@ -261,9 +264,10 @@ def _live(samples: Sequence[StoredSample], tasks: Mapping[tuple[str, str], Task]
 
 
 def _earned(t: Trajectory, live: Trajectory, weights: Mapping[str, float]) -> Trajectory:
-    """Return a stored trajectory with what was earned as it was played again."""
+    """A stored trajectory with what was earned as it was played again."""
     turns = tuple(replace(turn, reward=now.reward) for turn, now in zip(t.turns, live.turns, strict=True))
-    return replace(t, rewards=dict(live.rewards), weights=dict(weights), turns=turns, finish=live.finish, failure=None)
+    earned = replace(t, rewards=dict(live.rewards), seats=live.seats, weights=dict(weights))
+    return replace(earned, turns=turns, finish=live.finish, failure=None)
 
 
 @dataclass(slots=True)
@@ -308,15 +312,32 @@ class _Work:
         if file.evaluation:
             self.journal.evaluation(file.split, file.step, scored, partial(solved_by, self.env))
         else:
-            self.journal.step(file.step, scored, split=next((s.facts["split"] for s in samples), TRAIN))
+            split = next((s.facts["split"] for s in samples), TRAIN)
+            kept, left_out = await self._selected(samples, scored)
+            self.journal.step(file.step, kept, left_out=left_out, split=split)
         after = {t.request_id: t for group in scored for t in (*group.trajectories, *group.failed)}
         return [
             Change(file, t.task.id, t.sample, t.request_id, before[t.request_id], self._scores(after[t.request_id]))
             for _, t in samples
         ]
 
+    async def _selected(
+        self, samples: Sequence[StoredSample], scored: Sequence[Group]
+    ) -> tuple[list[Group], dict[str, list[Group]]]:
+        """The groups of a step, and by why those that it leaves out: of what its filter left out, what the
+        recipe's filter leaves out now."""
+        chosen, unseen = make_filter(self.recipe), unseen_groups(samples)
+        kept: list[Group] = []
+        left_out: dict[str, list[Group]] = {}
+        for number, group in zip(dict.fromkeys(one.facts["group"] for one in samples), scored, strict=True):
+            why = unseen.get(number)
+            if why == FILTERED and (chosen is None or await chosen.keeps(group)):
+                why = None
+            (kept if why is None else left_out.setdefault(why, [])).append(group)
+        return kept, left_out
+
     async def _played(self, group: Group, rows: Mapping[str, StoredSample]) -> Group:
-        """Return the group with the parts that environment and tools give now; one that a reward failed may be valid
+        """The group with the parts that environment and tools give now; one that a reward failed may be valid
         again."""
         assert self.live is not None
         kept = {t.request_id: t for t in self._bare(group).trajectories}
@@ -336,7 +357,7 @@ class _Work:
         return Group.of(group.task, sorted(samples, key=lambda t: t.sample))
 
     def _bare(self, group: Group) -> Group:
-        """Return the group with the parts that are kept."""
+        """The group with the parts that are kept."""
         weights = dict(self.recipe.rewards.weights)
         return replace(group, trajectories=tuple(
             replace(t, rewards={part: v for part, v in t.rewards.items() if part not in self.were}, weights=weights)

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
-from agentrl.data.sampler import TaskSampler, filtered, make_sampler
+from agentrl.data.sampler import TaskSampler, make_sampler, restrict
 from agentrl.errors import UserError, nearest
 from agentrl.eval.progress import Progress
 from agentrl.eval.result import failures
@@ -18,7 +18,8 @@ from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe
-from agentrl.recipe.schema import Recipe, TrajectoriesSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.metrics import rollout_metrics
@@ -116,7 +117,7 @@ class _Job:
 
 def _run(job: _Job, stack: ExitStack, progress: Progress | None) -> Sampled:
     shown = stack.enter_context(progress or Progress())
-    interrupts = stack.enter_context(Interrupts())
+    interrupts = stack.enter_context(Interrupts(job.recipe.rollout.stuck_timeout))
     stack.callback(interrupts.close)
     interrupts.notify = shown.say
     return blocking(lambda: _sample(job, interrupts, shown))
@@ -133,7 +134,7 @@ def _sample(job: _Job, interrupts: Interrupts, shown: Progress) -> Sampled:
             shown.say(player.describe())
             sampler = make_sampler(recipe.data, job.tasks, recipe.train.seed)
             if job.split == TRAIN:
-                sampler.excluded = filtered(recipe.data, job.tasks)
+                restrict(sampler, recipe.data, job.tasks)
             if recipe.algorithm.dynamic_sampling is not None or recipe.algorithm.filter is not None:
                 shown.say("algorithm.filter and dynamic_sampling choose what is trained on: here all groups are stored")
             for line in exclude_long(player, job.tasks, job.steps * recipe.rollout.tasks, sampler, interrupts):
@@ -146,7 +147,7 @@ def _sample(job: _Job, interrupts: Interrupts, shown: Progress) -> Sampled:
             folder.write_recipe(dump_recipe(recipe))
         interrupts.complete(lambda: player.draw(sampler, job.tasks, job.done * recipe.rollout.tasks))
         whole = TrajectoriesSection(keep=0)
-        journal = Journal(whole, lambda: folder.trajectories, partial(environment_of, job.env), recipe.secrets)
+        journal = Journal(whole, lambda: folder.trajectories, partial(environment_of, job.env))
         bar = shown.follow("sampling", (job.steps - job.done) * recipe.rollout.tasks)
         step = job.done
         with suppress(Interrupted):

@@ -31,7 +31,7 @@ class Spoken:
 
 
 def spoken_by(t: Trajectory) -> list[Spoken]:
-    """Return the turns of a rollout, in the order in which they began."""
+    """The turns of a rollout, in the order in which they began."""
     found = []
     ids = keyed(t.ids, t.images)
     for turn in t.turns:
@@ -43,7 +43,7 @@ def spoken_by(t: Trajectory) -> list[Spoken]:
 
 
 def _before(t: Trajectory, start: int) -> npt.NDArray[np.int64]:
-    """Return the indices of the tokens before a turn, in its conversation."""
+    """The indices of the tokens before a turn, in its conversation."""
     index = next((i for i, segment in enumerate(t.segments) if segment.start <= start < segment.end), -1)
     if index < 0:
         return np.arange(start)
@@ -54,7 +54,7 @@ def _before(t: Trajectory, start: int) -> npt.NDArray[np.int64]:
 
 
 def as_typed(t: Trajectory, end: int) -> list[Spoken]:
-    """Return the turns of a rollout whose engine gave no token ids, as a person types them. end: the id that ends
+    """The turns of a rollout whose engine gave no token ids, as a person types them. end: the id that ends
     one."""
     found = []
     for message in t.messages:
@@ -94,7 +94,7 @@ class Script:
     """Why no more is said; empty where the request ended by itself."""
 
     def next(self, ids: Sequence[int]) -> int | None:
-        """Return the turn that comes after `ids`; None: none does."""
+        """The turn that comes after `ids`; None: none does."""
         left = [index for index in range(self.limit) if index not in self.said]
         if not self.branches:
             return left[0] if left else None

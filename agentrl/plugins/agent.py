@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -18,17 +19,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.containment.program import ProgramSandbox
 from agentrl.errors import UserError
-from agentrl.plugins.agent_sandbox import check_sandbox, environment, sandboxed
 from agentrl.plugins.registry import construct, load
 from agentrl.plugins.types import Json, Message, Task
-from agentrl.process_tree import ENDED, ProcessTree
-from agentrl.recipe.schema import AgentSection
+from agentrl.process_tree import ProcessTree, remove_tree
+from agentrl.recipe.sections.agent import AgentSection
 from agentrl.threads import Abandoned, DaemonThreads, in_thread
 
 _THREADS = 64  # synchronous agents at once
 _POLL_SECONDS = 0.05
+_STOP_SECONDS = 20.0  # for a supervisor to end its program
 _OUTPUT_BYTES = 1 << 16
+_MOST_READS = 16  # of 64 KiB: the most that a pipe holds
 _REMEDY = "give its requests time-outs, or write it `async def`"
 CallTool = Callable[[str, Mapping[str, Json] | str], Any]
 
@@ -61,7 +64,7 @@ class AgentClient:
     """Path of the gateway's Unix socket, where a sandbox needs one."""
 
     def openai(self, **options: Any) -> Any:
-        """Return an `openai.AsyncOpenAI` for the gateway; use it in `async with`. options: further arguments of it.
+        """An `openai.AsyncOpenAI` for the gateway; use it in `async with`. options: further arguments of it.
 
         The gateway speaks plain HTTP, so the client is made without certificates, whose loading costs 50 ms of CPU."""
         from openai import AsyncOpenAI, DefaultAsyncHttpxClient
@@ -71,7 +74,7 @@ class AgentClient:
         return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **given)
 
     def anthropic(self, **options: Any) -> Any:
-        """Return an `anthropic.AsyncAnthropic` for the gateway; use it in `async with`. options: as of `openai`."""
+        """An `anthropic.AsyncAnthropic` for the gateway; use it in `async with`. options: as of `openai`."""
         from anthropic import AsyncAnthropic, DefaultAsyncHttpxClient
 
         plain = DefaultAsyncHttpxClient(verify=False, trust_env=False)
@@ -163,10 +166,8 @@ class ProgramAgent(Agent):
     """Program and arguments; {prompt} stands for the text of the opening's last message."""
     name: str = ""
     """Of the program, for messages."""
-    sandbox: bool = False
-    """Whether it runs in bubblewrap, where the gateway is all of the network."""
-    folders: tuple[str, ...] = ()
-    """What it may read in the sandbox besides the system and its working folder."""
+    sandbox: ProgramSandbox | None = None
+    """What it runs in, if in any."""
     _running: dict[str, ProcessTree] = field(default_factory=dict)  # by working folder
 
     def __post_init__(self) -> None:
@@ -181,10 +182,10 @@ class ProgramAgent(Agent):
         prompt = next((text for message in reversed(client.messages) if (text := _text(message))), "")
         words = [word.replace("{prompt}", prompt) for word in self.command]
         inherited: Mapping[str, str] = os.environ
-        if self.sandbox:
+        if self.sandbox is not None:
             assert client.socket is not None, "the gateway of a sandbox has a socket"
-            words = sandboxed(words, folder, opening, client.socket, client.base_url, self.folders)
-            inherited = environment(folder)
+            words = self.sandbox.command(words, folder, opening, client.socket, client.base_url)
+            inherited = self.sandbox.environment(folder)
         output = _Output()
         command = ["/bin/sh", "-c", 'cd "$0" && exec "$@"', str(folder), *words]
         try:
@@ -192,7 +193,7 @@ class ProgramAgent(Agent):
             tree = ProcessTree(command, output.writer, variables, folder=outer)
         except BaseException:
             output.close()
-            shutil.rmtree(outer, ignore_errors=True)
+            remove_tree(outer)
             raise
         self._running[str(folder)] = tree
         output.read()
@@ -201,14 +202,13 @@ class ProgramAgent(Agent):
                 await asyncio.sleep(_POLL_SECONDS)
         except asyncio.CancelledError:
             tree.stop_command()
-            while tree.running:
+            until = time.monotonic() + _STOP_SECONDS
+            while tree.running and time.monotonic() < until:
                 await asyncio.sleep(_POLL_SECONDS)
+            if tree.running:  # a program that has stopped its supervisor
+                tree.kill()
         output.close()
-        said = (outer / ENDED).read_text("utf-8") if (outer / ENDED).exists() else ""
-        code = said.rpartition(" ")[2]
-        return Outcome(
-            exit_code=int(code) if code.lstrip("-").isdecimal() else None, output=output.text, folder=str(folder)
-        )
+        return Outcome(exit_code=tree.exit_code, output=output.text, folder=str(folder))
 
     def _environment(self, client: AgentClient, opening: Path) -> dict[str, str]:
         return {
@@ -227,9 +227,9 @@ class ProgramAgent(Agent):
             await in_thread(tree.end)
 
     async def close(self) -> None:
-        for tree in self._running.values():
-            tree.end(at_once=True)
+        trees = list(self._running.values())
         self._running.clear()
+        await asyncio.gather(*(in_thread(tree.end, True) for tree in trees))
 
 
 def _text(message: Message) -> str:
@@ -271,7 +271,9 @@ class _Output:
         with suppress(OSError, RuntimeError):
             asyncio.get_running_loop().remove_reader(self._reader)
         with suppress(OSError):
-            while data := os.read(self._reader, 1 << 16):
+            for _ in range(_MOST_READS):  # who writes on may do so faster than we read
+                if not (data := os.read(self._reader, 1 << 16)):
+                    break
                 self._kept = (self._kept + data)[-_OUTPUT_BYTES:]
         os.close(self._reader)
         self._reader = None
@@ -283,7 +285,7 @@ class _Output:
 
 
 def make_agent(section: AgentSection) -> Agent:
-    """Return the agent of a recipe: its program, a class (or object) of `Agent`, or a function. Raises UserError."""
+    """The agent of a recipe: its program, a class (or object) of `Agent`, or a function. Raises UserError."""
     if section.command and (section.name or section.args):
         raise UserError("agent: give `command`, or `name` and `args`, not both")
     if section.command:
@@ -291,9 +293,8 @@ def make_agent(section: AgentSection) -> Agent:
             raise UserError("agent.processes: a program has a process of its own already; leave it out")
         if shutil.which(section.command[0]) is None:
             raise UserError(f"agent.command: there is no program {section.command[0]!r} on the PATH")
-        if section.sandbox:
-            check_sandbox(section.command[0], section.sandbox_folders)
-        return ProgramAgent(section.command, sandbox=section.sandbox, folders=section.sandbox_folders)
+        sandbox = ProgramSandbox.tried(section.command[0], section.sandbox_folders) if section.sandbox else None
+        return ProgramAgent(section.command, sandbox=sandbox)
     if section.sandbox:
         raise UserError("agent.sandbox: is for programs: give `command`")
     if not section.name:
@@ -302,7 +303,7 @@ def make_agent(section: AgentSection) -> Agent:
 
 
 def agent_of(made: object, args: Mapping[str, Json], name: str) -> Agent:
-    """Return what `name` stands for as an agent: a class of `Agent`, made with `args`, an object of one, or a function
+    """What `name` stands for as an agent: a class of `Agent`, made with `args`, an object of one, or a function
     `solve(task, client, **args)`. Raises UserError."""
     if isinstance(made, type) and issubclass(made, Agent):
         made = construct(made, args, "agent.args")

@@ -17,7 +17,7 @@ from agentrl.errors import contained, describe
 from agentrl.plugins.agent import Agent, AgentClient, FunctionAgent, Outcome, make_agent
 from agentrl.plugins.types import Content, InfrastructureError, Json, Task
 from agentrl.plugins.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed
-from agentrl.recipe.schema import AgentSection
+from agentrl.recipe.sections.agent import AgentSection
 from agentrl.threads import in_thread
 
 PING_SECONDS = 1.0
@@ -36,7 +36,7 @@ _Message = tuple[str, int, Any]  # what it is, of which rollout, and what belong
 
 
 def agent_of_recipe(section: AgentSection) -> Agent:
-    """Return the agent of a recipe, in processes of its own where the recipe says so. Raises UserError."""
+    """The agent of a recipe, in processes of its own where the recipe says so. Raises UserError."""
     made = make_agent(section)
     return AgentProcesses(made, section) if section.processes else made
 
@@ -120,7 +120,7 @@ class _Process:
         self._tasks = [asyncio.create_task(self._read(beginning(**facts))), asyncio.create_task(self._ping())]
 
     async def solve(self, given: bytes, client: AgentClient) -> tuple[int, Any]:
-        """Return the rollout's number here, and what the agent returned."""
+        """The rollout's number here, and what the agent returned."""
         number, rollout = next(self._numbers), _Rollout(client, asyncio.get_running_loop().create_future())
         self.rollouts[number] = rollout
         begun = False
@@ -156,7 +156,7 @@ class _Process:
             del self._releases[number]
 
     async def _cancelled(self, number: int, rollout: _Rollout) -> Any:
-        """Return what an agent returns that catches its cancellation, as one in this process may."""
+        """What an agent returns that catches its cancellation, as one in this process may."""
         self._send("cancel", number, None)
         ended = False
         try:

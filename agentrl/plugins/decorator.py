@@ -53,7 +53,7 @@ class FunctionTool(Tool):
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Json) -> Any:
-        """Return the function itself, for tests and other code."""
+        """The function itself, for tests and other code."""
         return self.function(*args, **kwargs)
 
     def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def tool(
 
 
 def result_text(value: Any) -> str:
-    """Return what a function returned, as the model reads it: nothing for None, JSON for all but text."""
+    """What a function returned, as the model reads it: nothing for None, JSON for all but text."""
     if value is None:
         return ""
     if isinstance(value, bool | int | float):

@@ -6,13 +6,13 @@ from random import Random
 from typing import overload
 
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Json, Message, Reply, Session, Task
+from agentrl.plugins.types import Json, Message, Reply, RewardParts, Session, Task
 
 VALIDATION = ("validation", "valid", "val", "dev")
 
 
 def is_validation(split: str) -> bool:
-    """Return whether a held-out split is there to choose checkpoints by, as its name says (also within a mixture)."""
+    """Whether a held-out split is there to choose checkpoints by, as its name says (also within a mixture)."""
     return split.rpartition(".")[2] in VALIDATION
 
 
@@ -33,7 +33,7 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split (`train` or one of `splits`): a sequence with random access; it may be lazy and
+        """The tasks of a split (`train` or one of `splits`): a sequence with random access; it may be lazy and
         long.
 
         Raises UserError (file, line, field) for a row that cannot be used.
@@ -41,10 +41,10 @@ class Environment(ABC):
 
     @abstractmethod
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
-        """Return the opening messages, once a request, before the first token."""
+        """The opening messages, once a request, before the first token."""
 
     def images(self, task: Task) -> Sequence[object]:
-        """Return the images of a task's opening that may turn out to be broken, as those of data: they are decoded
+        """The images of a task's opening that may turn out to be broken, as those of data: they are decoded
         before the task is played, and another is drawn where one cannot be shown. By default none. Called in
         threads, for several tasks at the same time."""
         return ()
@@ -54,39 +54,40 @@ class Environment(ABC):
         return Reply(done=True)
 
     def state_key(self, session: Session) -> str:
-        """Return a name of the state that the next turn begins in: equal for two rollouts of a task in which the same
+        """A name of the state that the next turn begins in: equal for two rollouts of a task in which the same
         choice is to be made. Called before each turn, for advantages that compare turns (`gigpo`). By default empty:
         turns are then compared by what the model was just told."""
         return ""
 
     @abstractmethod
-    async def calc_reward(self, session: Session, **kwargs: Json) -> float | Mapping[str, float]:
-        """Return the reward, or its named parts, once, after the last token."""
+    async def calc_reward(self, session: Session, **kwargs: Json) -> float | RewardParts:
+        """The reward, or its named parts, once, after the last token. A part `seats`, itself a mapping, holds
+        the rewards of seats that an agent called for (`X-Agentrl-Role`), a number each, apart from the sum."""
 
     async def release(self, session: Session, **kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Free what `create` took. Called exactly once for each `create`, whatever happened."""
 
     def tools(self) -> Sequence[Tool]:
-        """Return tools that the environment brings itself, besides those of the recipe: the same objects at every call.
+        """Tools that the environment brings itself, besides those of the recipe: the same objects at every call.
         Their `session.environment.state` is this environment's state of the request."""
         return ()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Return those of `tools()` that one task offers. By default all."""
+        """Those of `tools()` that one task offers. By default all."""
         return self.tools()
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
-        """Return whether a finished trajectory counts as correct in evaluation, by its reward parts before they are
+        """Whether a finished trajectory counts as correct in evaluation, by its reward parts before they are
         weighted. By default: they sum to 1 or more."""
         return sum(rewards.values()) >= 1.0 - 1e-6
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
-        """Return a demonstration after the opening messages, for `agentrl sft`. Optional. A result of a tool that holds
+        """A demonstration after the opening messages, for `agentrl sft`. Optional. A result of a tool that holds
         conversations may bring its own as `conversation`."""
         raise NotImplementedError(f"environment {self.name!r} has no demonstrations")
 
     def summarize(self, task: Task, messages: Sequence[Message], rng: Random, style: str) -> str:
-        """Return a demonstration of a summary, where `rollout.compact` is set. Optional. messages: those so far of what
+        """A demonstration of a summary, where `rollout.compact` is set. Optional. messages: those so far of what
         `demonstrate` returned."""
         raise NotImplementedError(f"environment {self.name!r} has no summaries")
 
@@ -95,7 +96,7 @@ class Environment(ABC):
 
 
 def declared_parts(plugin: Environment | Tool) -> tuple[str, ...] | None:
-    """Return its `reward_parts`; None where it declares none, or where a class below the one that does overrides
+    """Its `reward_parts`; None where it declares none, or where a class below the one that does overrides
     `calc_reward`."""
     for kind in type(plugin).__mro__:
         if "reward_parts" in vars(kind):

@@ -10,8 +10,8 @@ from random import Random
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks, declared_parts
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Json, Message, Reply, Session, Task
-from agentrl.recipe.schema import EnvPart
+from agentrl.plugins.types import Json, Message, Reply, RewardParts, Session, Task
+from agentrl.recipe.sections.env import EnvPart
 
 
 class Mixture(Environment):
@@ -41,7 +41,7 @@ class Mixture(Environment):
         return tuple(self._parts)
 
     def _own_tools(self) -> tuple[Tool, ...]:
-        """Return the tools by name: two environments may bring the same tool, each serving its own tasks, but not two
+        """The tools by name: two environments may bring the same tool, each serving its own tasks, but not two
         unlike ones."""
         tools: dict[str, Tool] = {}
         for label, (_, env) in self._parts.items():
@@ -51,7 +51,7 @@ class Mixture(Environment):
         return tuple(tools.values())
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split: `train` mixes all by weight; a held-out split belongs to one environment."""
+        """The tasks of a split: `train` mixes all by weight; a held-out split belongs to one environment."""
         if split != "train":
             label, _, own = split.partition(".")
             part, env = self._parts[label]
@@ -82,7 +82,7 @@ class Mixture(Environment):
     def state_key(self, session: Session) -> str:
         return self._of(session.task).state_key(session)
 
-    async def calc_reward(self, session: Session, **kwargs: Json) -> Mapping[str, float]:
+    async def calc_reward(self, session: Session, **kwargs: Json) -> RewardParts:
         env = self._of(session.task)
         reward = await env.calc_reward(session, **kwargs)
         return reward if isinstance(reward, Mapping) else {env.name: reward}
@@ -102,12 +102,12 @@ class Mixture(Environment):
 
 
 def environment_of(env: Environment, task: Task) -> str:
-    """Return the name of a task's environment: `env`, or the one of a mixture that serves it."""
+    """The name of a task's environment: `env`, or the one of a mixture that serves it."""
     return task.id.partition("/")[0] if isinstance(env, Mixture) else env.name
 
 
 def part_of(env: Environment, task: Task) -> int:
-    """Return the index in `env.mix` of the environment that serves a task; 0 without a mixture."""
+    """The index in `env.mix` of the environment that serves a task; 0 without a mixture."""
     return env.labels.index(task.id.partition("/")[0]) if isinstance(env, Mixture) else 0
 
 

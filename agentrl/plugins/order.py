@@ -20,7 +20,7 @@ class Order(ABC):
 
     @abstractmethod
     def draw(self, number: int, left_out: AbstractSet[int]) -> int:
-        """Return the index of the next task, none of `left_out`. number: of tasks that were drawn before.
+        """The index of the next task, none of `left_out`. number: of tasks that were drawn before.
 
         A resumed run must draw what an uninterrupted one would: take random numbers from (seed, number).
         """
@@ -30,7 +30,7 @@ class Order(ABC):
         rewards. Called before the step's update, in the order in which the tasks were drawn."""
 
     def state(self) -> Mapping[str, Json]:
-        """Return what `restore` needs, as JSON; a checkpoint keeps it."""
+        """What `restore` needs, as JSON; a checkpoint keeps it."""
         return {}
 
     def restore(self, state: Mapping[str, Json]) -> None:  # noqa: B027 - a hook with a default

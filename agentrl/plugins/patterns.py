@@ -33,14 +33,14 @@ class Pattern:
         self.groups: int = self._pattern.groups
 
     def found(self, text: str) -> bool:
-        """Return whether it occurs in a text. Raises TooHardError."""
+        """Whether it occurs in a text. Raises TooHardError."""
         try:
             return self._pattern.search(text, timeout=left()) is not None
         except (TimeoutError, MemoryError):
             raise TooHardError from None
 
     def last(self, text: str) -> str | None:
-        """Return the first group (without groups: all) of the last match. Raises TooHardError."""
+        """The first group (without groups: all) of the last match. Raises TooHardError."""
         match = None
         try:
             for match in self._pattern.finditer(text, timeout=SECONDS):  # noqa: B007 - the last one is wanted
@@ -61,7 +61,7 @@ def end() -> None:
 
 
 def left() -> float:
-    """Return seconds that are left. Raises TooHardError when none are."""
+    """Seconds that are left. Raises TooHardError when none are."""
     until = getattr(_effort, "until", None)
     rest: float = SECONDS if until is None else until - time.thread_time()
     if rest <= 0:

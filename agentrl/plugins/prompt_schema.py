@@ -22,7 +22,7 @@ _SUBSCHEMAS = 5_000  # more fills any prompt; a few references to references can
 
 
 def prompt_schema(parameters: Mapping[str, Json]) -> dict[str, Json]:
-    """Return the schema of a tool's arguments, rewritten; the given one is left as it is.
+    """The schema of a tool's arguments, rewritten; the given one is left as it is.
 
     Raises UserError for a schema that refers to itself or to nothing, and for one that is too large when written out.
     """
@@ -34,7 +34,7 @@ def prompt_schema(parameters: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def target(pointer: str, root: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return what a JSON pointer such as `#/$defs/Place` points to. Raises UserError."""
+    """What a JSON pointer such as `#/$defs/Place` points to. Raises UserError."""
     found: Json = root
     for part in filter(None, pointer.removeprefix("#").split("/")):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -101,7 +101,7 @@ def _merged(base: Mapping[str, Json], over: Mapping[str, Json]) -> dict[str, Jso
 
 
 def _only_choice(schema: Mapping[str, Json]) -> tuple[str, Mapping[str, Json], bool] | None:
-    """Return the keyword, its only option besides null, and whether there is a null."""
+    """The keyword, its only option besides null, and whether there is a null."""
     for key in ("allOf", "anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list):
@@ -124,7 +124,7 @@ def _without_null_type(schema: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _with_enum(schema: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return a constant as the only choice; choices with their types."""
+    """A constant as the only choice; choices with their types."""
     if "const" in schema and "enum" not in schema:
         schema = {("enum" if key == "const" else key): [v] if key == "const" else v for key, v in schema.items()}
     choices = schema.get("enum")
@@ -135,7 +135,7 @@ def _with_enum(schema: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def _joined(schema: dict[str, Json]) -> dict[str, Json]:
-    """Return a choice of bare types as a list of them; null among other choices as `nullable`."""
+    """A choice of bare types as a list of them; null among other choices as `nullable`."""
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if not isinstance(options, list):

@@ -7,24 +7,28 @@ Wherever a name is wanted, an import path `package.module:attribute` will do.
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import CoroutineType
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from agentrl.errors import UserError, contained, describe, nearest
-from agentrl.plugins.environment import Environment
+from agentrl.errors import PlainError, UserError, contained, describe, nearest
+from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Json, Task
-from agentrl.recipe.schema import EngineSection, EnvPart, EnvSection, ToolSection, TrackerSection
-from agentrl.recipe.secrets import MASK, is_secret, masked
+from agentrl.recipe.secrets import is_secret, masked
+from agentrl.recipe.sections.env import EnvPart, EnvSection, ToolSection
+from agentrl.recipe.sections.rollout import EngineSection
+from agentrl.recipe.sections.track import TrackerSection
+from agentrl.secrets import MASK
 
 T = TypeVar("T")
 
@@ -49,7 +53,7 @@ class Plugin:
 
 
 def installed(group: str) -> list[Plugin]:
-    """Return what is installed in a group (`tools` or `agentrl.tools`), by name. Nothing is imported."""
+    """What is installed in a group (`tools` or `agentrl.tools`), by name. Nothing is imported."""
     return list(_installed(_full(group), tuple((os.path.abspath(folder), _changed(folder)) for folder in sys.path)))
 
 
@@ -62,7 +66,7 @@ def _changed(folder: str) -> int:
 
 @lru_cache(maxsize=64)
 def _installed(group: str, folders: tuple[tuple[str, int], ...]) -> list[Plugin]:
-    """Return the plugins of a group. folders: those of `sys.path`, and when something was installed there last: to read
+    """The plugins of a group. folders: those of `sys.path`, and when something was installed there last: to read
     what all packages say takes long."""
     points = entry_points(group=group)
     packages = {id(ep.dist): ep.dist for ep in points}
@@ -72,7 +76,7 @@ def _installed(group: str, folders: tuple[tuple[str, int], ...]) -> list[Plugin]
 
 
 def find(group: str, name: str) -> Plugin:
-    """Return the one plugin that `name` stands for, not imported. Raises UserError: unknown, or offered twice."""
+    """The one plugin that `name` stands for, not imported. Raises UserError: unknown, or offered twice."""
     if ":" in name:
         return Plugin(_full(group), name, name, "", "")
     found = installed(group)
@@ -88,20 +92,23 @@ def find(group: str, name: str) -> Plugin:
 
 
 def load(group: str, name: str) -> Any:
-    """Return the object that `name` stands for. Raises UserError: unknown, offered twice, or failing to import."""
+    """The object that `name` stands for. Raises UserError: unknown, offered twice, or failing to import."""
     plugin = find(group, name)
     of = f" of {plugin.distribution} {plugin.version}" if plugin.distribution else ""
-    return load_path(plugin.value, f"{_kind(group)} {name!r}{of}")
+    return load_path(plugin.value, f"{_kind(group)} {name!r}{of}", plugin.distribution)
 
 
-def load_path(path: str, what: str) -> Any:
-    """Import `module:attribute`. `what` begins the message of the UserError."""
+def load_path(path: str, what: str, distribution: str = "") -> Any:
+    """Import `module:attribute`, or `module:attribute [extra]` of an entry point. `what` begins the message of the
+    UserError, which names the extra where a package is missing. distribution: whose extra that is."""
     module, _, attribute = path.partition(":")
-    attribute = attribute.partition("[")[0].strip()
+    attribute, _, extra = map(str.strip, attribute.rstrip("] ").partition("["))
     try:
         value: Any = import_module(module.strip())
     except (Exception, SystemExit) as error:  # the boundary: a module may raise anything
-        raise UserError(f"{what} cannot be imported from {module!r}: {describe(error, place=False)}") from error
+        missing = isinstance(error, ModuleNotFoundError) and extra and distribution
+        hint = f": pip install '{distribution}[{extra}]'" if missing else ""
+        raise UserError(f"{what} cannot be imported from {module!r}: {describe(error, place=False)}{hint}") from error
     for part in attribute.split("."):
         if not hasattr(value, part):
             raise UserError(f"{what}: {module!r} has no {attribute!r}{nearest(part, _public(value))}")
@@ -110,7 +117,7 @@ def load_path(path: str, what: str) -> Any:
 
 
 def make_tool(section: ToolSection) -> Tool | ToolSource:
-    """Return a tool, or a source of tools, as a recipe names it: a `@tool` object as it is, a class (or factory) called
+    """A tool, or a source of tools, as a recipe names it: a `@tool` object as it is, a class (or factory) called
     with `args`."""
     made = load("tools", section.name)
     if isinstance(made, Tool):
@@ -129,7 +136,7 @@ def make_tool(section: ToolSection) -> Tool | ToolSource:
 
 
 def tracker_makers(sections: Sequence[TrackerSection]) -> dict[str, Callable[[], Tracker]]:
-    """Return what makes each tracker of a recipe, by name, those of one name numbered. Nothing is made.
+    """What makes each tracker of a recipe, by name, those of one name numbered. Nothing is made.
 
     Raises UserError: unknown, or arguments that its class does not take.
     """
@@ -147,7 +154,7 @@ def tracker_makers(sections: Sequence[TrackerSection]) -> dict[str, Callable[[],
 
 
 def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
-    """Return the engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
+    """The engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
 
     context: what else a run knows, given to a class that names it: `model_path`, `tokenizer`, `say`, `phase`,
     `lora`, `cluster`, `devices`, `dtype`, `overlap` and `routing_replay`.
@@ -169,7 +176,7 @@ def make_message_engine(section: EngineSection) -> Any:
 
 
 def make_environment(section: EnvSection) -> Environment:
-    """Return the environment of a recipe, or the mixture of several: a class called with `source` and `env.args`."""
+    """The environment of a recipe, or the mixture of several: a class called with `source` and `env.args`."""
     if section.mix:
         return Mixture([(part, _make_environment(part, f"env.mix.{i}.")) for i, part in enumerate(section.mix)])
     return _make_environment(section, "env.")
@@ -181,11 +188,26 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
         raise UserError(f"environment {section.name!r} is {_type_of(made)}; expected an Environment class")
     if "source" in section.args:
         raise UserError(f"{where}args.source: give it as {where}source")
-    environment = construct(made, {"source": section.source, **section.args}, f"{where}args")
+    given = {"source": section.source, **section.args}
+    if inspect.isroutine(made) and not _takes(made, "source"):
+        raise UserError(
+            f"environment {section.name!r} is a function without the argument `source`; expected an Environment "
+            "class, or a function that makes one (rows and a reward are the environment 'dataset')"
+        )
+    environment = construct(made, given, f"{where}args")
     if not isinstance(environment, Environment):
         raise UserError(f"environment {section.name!r} is {_type_of(environment)}; expected an Environment class")
     check_named(environment, f"environment {section.name!r}")
     return environment
+
+
+def _takes(function: Callable[..., object], name: str) -> bool:
+    """Whether a function takes an argument of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def check_named(made: object, what: str) -> None:
@@ -196,20 +218,62 @@ def check_named(made: object, what: str) -> None:
 
 
 def tasks_of(env: Environment, split: str) -> Sequence[Task]:
-    """Return `env.tasks(split)`. Raises UserError, whatever the environment raises: nothing can be done without its
-    tasks."""
+    """`env.tasks(split)`, each task checked as it is asked for. Raises UserError, whatever the environment
+    raises, then too: nothing can be done without its tasks."""
+    what = f"environment {env.name!r}: tasks({split!r})"
     try:
-        return env.tasks(split)
+        given = env.tasks(split)
+        if isinstance(given, CoroutineType):
+            given.close()
+        if not isinstance(given, Sized) or isinstance(given, Mapping | str | Set):
+            kind = "nothing" if given is None else type(given).__name__
+            raise UserError(f"{what} returned {kind}: expected a sequence of Task, such as a list")
+        tasks = _Tasks(env.name, split, given)
+        if isinstance(given, list | tuple):  # one that is lazy may be long
+            for index in range(len(given)):
+                tasks.check(index, given[index])
+        return tasks
     except UserError:
         raise
     except BaseException as error:  # the boundary: an environment may raise anything
-        raise UserError(
-            f"environment {env.name!r}: tasks({split!r}) failed: {describe(contained(error), place=False)}"
-        ) from error
+        raise UserError(f"{what} failed: {describe(contained(error), place=False)}") from error
+
+
+class _Tasks(LazyTasks):
+    """The tasks of a split as an environment gives them. Raises UserError for one that raises, is no task, or has
+    another's id."""
+
+    def __init__(self, name: str, split: str, tasks: Sequence[Task]) -> None:
+        super().__init__(len(tasks), self._task)
+        self._name, self._split, self._tasks = name, split, tasks
+        self._places: dict[str, int] = {}  # of the ids that were seen
+
+    def _task(self, index: int) -> Task:
+        try:
+            task = self._tasks[index]
+        except UserError:
+            raise
+        except BaseException as error:  # the boundary: an environment may raise anything
+            raise UserError(f"{self._called(index)} failed: {describe(contained(error))}") from error
+        return self.check(index, task)
+
+    def _called(self, index: int) -> str:
+        return f"environment {self._name!r}: task {index} of {self._split!r}"
+
+    def check(self, index: int, task: object) -> Task:
+        """What stands at `index`. Raises UserError for what is no task, or has the id of another."""
+        if not isinstance(task, Task):
+            raise UserError(f"{self._called(index)} is {type(task).__name__}, not a Task")
+        if not isinstance(task.id, str):
+            kind = type(task.id).__name__
+            raise UserError(f"{self._called(index)} has the id {task.id!r:.60} of type {kind}: an id is a text")
+        if (other := self._places.setdefault(task.id, index)) != index:
+            raise UserError(f"{self._called(index)} has the id of task {other}, {task.id!r:.60}: give each its own")
+        return task
 
 
 def _makes(made: object, wanted: type | tuple[type, ...]) -> bool:
-    """Return whether it is a class of that kind, or a function that may return one."""
+    """Whether it is a class of that kind, or a function that may return one."""
     return issubclass(made, wanted) if isinstance(made, type) else inspect.isroutine(made)
 
 
@@ -220,15 +284,21 @@ def construct(maker: Callable[..., object], args: Mapping[str, Json], where: str
     Raises UserError, one line that begins with the key of the recipe.
     """
     typed = _checked(maker, args, where)
+    name = getattr(maker, "__name__", str(maker))
     try:
         return maker(**typed)
+    except PlainError:
+        raise
     except (TypeError, ValueError) as error:
-        name = getattr(maker, "__name__", str(maker))
         raise UserError(f"{where}: {name} refuses its arguments: {describe(error, place=False)}") from error
+    except BaseException as error:  # the boundary: a constructor may raise anything
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise UserError(f"{where}: {name} raised {describe(contained(error))}") from error
 
 
 def _checked(maker: Callable[..., object], args: Mapping[str, Json], where: str, whole: bool = True) -> dict[str, Any]:
-    """Return the arguments, as `construct` gives them. whole: none that has to be there may be absent."""
+    """The arguments, as `construct` gives them. whole: none that has to be there may be absent."""
     name = getattr(maker, "__name__", str(maker))
     if (found := _config_of(maker)) is not None and found[0] not in args:
         return _with_config(*found, name, args, where, whole)
@@ -249,7 +319,7 @@ def _checked(maker: Callable[..., object], args: Mapping[str, Json], where: str,
 
 
 def with_arguments(function: Callable[..., T], position: int, args: Mapping[str, Json], where: str) -> Callable[..., T]:
-    """Return a function whose parameter at `position` (0, 1, ...) is given `args`, as the pydantic model or dataclass
+    """A function whose parameter at `position` (0, 1, ...) is given `args`, as the pydantic model or dataclass
     that it is annotated with; one without such a parameter unchanged.
 
     Raises UserError, one line that begins with `where`, the key of the arguments.
@@ -268,7 +338,7 @@ def with_arguments(function: Callable[..., T], position: int, args: Mapping[str,
 
 
 def _hints(maker: Callable[..., Any]) -> dict[str, Any]:
-    """Return the types that a class or a function annotates its arguments with; none where they cannot be read."""
+    """The types that a class or a function annotates its arguments with; none where they cannot be read."""
     try:
         return get_type_hints(_annotated(maker))
     except (NameError, TypeError, ValueError):
@@ -276,7 +346,7 @@ def _hints(maker: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _annotated(maker: Callable[..., object]) -> Callable[..., Any]:
-    """Return what annotates the arguments: the `__init__` of a class, be it inherited, unless that names none, as that
+    """What annotates the arguments: the `__init__` of a class, be it inherited, unless that names none, as that
     of a pydantic model."""
     init = getattr(maker, "__init__", None) if isinstance(maker, type) else None
     if init is None:
@@ -288,7 +358,7 @@ def _annotated(maker: Callable[..., object]) -> Callable[..., Any]:
 
 
 def _config_of(maker: Callable[..., object]) -> tuple[str, type[Any]] | None:
-    """Return the name and the type of the one argument that holds all others: a pydantic model or a dataclass."""
+    """The name and the type of the one argument that holds all others: a pydantic model or a dataclass."""
     hints = {key: kind for key, kind in _hints(maker).items() if key not in ("source", "return")}
     if len(hints) != 1:
         return None
@@ -301,7 +371,7 @@ def _config_of(maker: Callable[..., object]) -> tuple[str, type[Any]] | None:
 def _with_config(
     key: str, kind: type[Any], name: str, args: Mapping[str, Json], where: str, whole: bool
 ) -> dict[str, Any]:
-    """Return the arguments with all but `source` as one object of type `kind`."""
+    """The arguments with all but `source` as one object of type `kind`."""
     if issubclass(kind, BaseModel):
         known, extra = list(kind.model_fields), kind.model_config.get("extra") == "allow"
     else:
@@ -326,13 +396,13 @@ _MISSING = ("missing", "missing_argument")
 
 
 def _mistake(error: ErrorDetails, *names: str) -> str:
-    """Return what pydantic found, as our errors say it. names: the keys that lead to the value."""
+    """What pydantic found, as our errors say it. names: the keys that lead to the value."""
     text = error["msg"].partition(", unable")[0].replace("Input should", "should", 1)
     return f"{text}, got {_shown((*names, *error['loc']), error['input'])}"
 
 
 def _typed(maker: Callable[..., object], key: str, value: object, where: str) -> Any:
-    """Return `value` as the annotation of argument `key` wants it, as it is where there is no annotation to check."""
+    """`value` as the annotation of argument `key` wants it, as it is where there is no annotation to check."""
     try:
         adapter = TypeAdapter(_hints(maker)[key], config=ConfigDict(arbitrary_types_allowed=True))
     except (KeyError, TypeError, PydanticUserError):
@@ -346,7 +416,7 @@ def _typed(maker: Callable[..., object], key: str, value: object, where: str) ->
 
 
 def _shown(names: tuple[str | int, ...], value: Any) -> str:
-    """Return what was given, for an error; `***` for what may be a secret."""
+    """What was given, for an error; `***` for what may be a secret."""
     secret = any(isinstance(name, str) and is_secret(name, value) for name in names)
     return MASK if secret else repr(masked(value, free=True))
 

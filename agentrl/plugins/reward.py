@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from agentrl.errors import UserError
 from agentrl.plugins.registry import check_named, construct, load
 from agentrl.plugins.types import Json, Message, Task, answer_of
-from agentrl.recipe.schema import RewardSection
+from agentrl.recipe.sections.env import RewardSection
 from agentrl.threads import Abandoned, DaemonThreads
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Reward(ABC):
 
     @abstractmethod
     async def score(self, sample: Sample) -> float:
-        """Return the reward of a sample: a finite number."""
+        """The reward of a sample: a finite number."""
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""
@@ -76,14 +76,14 @@ class GroupReward(ABC):
 
     @abstractmethod
     async def score(self, samples: Sequence[Sample]) -> Sequence[float]:
-        """Return a finite number for each of `samples`, in their order."""
+        """A finite number for each of `samples`, in their order."""
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""
 
 
 def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
-    """Return the reward that a section names, in this process. `where`: of its arguments, as an error says it."""
+    """The reward that a section names, in this process. `where`: of its arguments, as an error says it."""
     found = load("rewards", section.name)
     if isinstance(found, type) and issubclass(found, Reward | GroupReward):
         made = construct(found, section.args, where)
@@ -98,7 +98,7 @@ def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
 
 
 def _of_function(function: Callable[..., Any], section: RewardSection, where: str) -> Reward | GroupReward:
-    """Return the function called with `args` for every sample or group; its first parameter says which."""
+    """The function called with `args` for every sample or group; its first parameter says which."""
     parameters = list(inspect.signature(function).parameters)
     if not parameters:
         raise UserError(f"reward {section.name!r} takes no argument; expected `sample`, or `samples` for a whole group")

@@ -11,7 +11,7 @@ from agentrl.errors import describe
 from agentrl.plugins.reward import GroupReward, Reward, make_reward
 from agentrl.plugins.types import InfrastructureError
 from agentrl.plugins.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed, stream_of
-from agentrl.recipe.schema import RewardSection
+from agentrl.recipe.sections.env import RewardSection
 from agentrl.threads import DaemonThreads
 
 
@@ -28,7 +28,7 @@ class Processes:
         self._closed = False
 
     async def ask(self, given: object) -> Any:
-        """Return what the reward says of a sample, or of the samples of a group. A cancellation kills the process.
+        """What the reward says of a sample, or of the samples of a group. A cancellation kills the process.
 
         Raises InfrastructureError, one line: what the reward raised, or why it could not be asked.
         """
@@ -112,7 +112,7 @@ class _ProcessGroupReward(_InProcesses, GroupReward):
 
 
 def in_processes(made: Reward | GroupReward, section: RewardSection, where: str) -> Reward | GroupReward:
-    """Return the reward `made`, scored by `section.processes` processes. where: of its arguments, for an error."""
+    """The reward `made`, scored by `section.processes` processes. where: of its arguments, for an error."""
     return (_ProcessReward if isinstance(made, Reward) else _ProcessGroupReward)(made, section, where)
 
 
@@ -172,7 +172,7 @@ def _write(stream: BinaryIO, payload: bytes) -> None:
 
 
 def _read(stream: BinaryIO) -> bytes | None:
-    """Return the next message; None where the stream ends."""
+    """The next message; None where the stream ends."""
     size = stream.read(SIZE)
     payload = stream.read(int.from_bytes(size, "big")) if len(size) == SIZE else b""
     return payload or None

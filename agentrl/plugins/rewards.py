@@ -8,7 +8,7 @@ from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.reward import GroupReward, Reward, make_reward
 from agentrl.plugins.reward_process import in_processes
 from agentrl.plugins.tool import Tool
-from agentrl.recipe.schema import RewardsSection
+from agentrl.recipe.sections.env import RewardsSection
 
 MODEL = "model"
 """The part that `rewards.model` fills."""
@@ -52,7 +52,7 @@ def make_rewards(section: RewardsSection) -> Rewards:
 
 
 def known_parts(plugins: Iterable[Environment | Tool], others: Iterable[str]) -> set[str] | None:
-    """Return the reward parts that may be given, or None where a plugin does not declare its own. others: parts that
+    """The reward parts that may be given, or None where a plugin does not declare its own. others: parts that
     come from elsewhere."""
     each = [declared_parts(plugin) for plugin in plugins]
     return None if None in each else {*others, *(name for names in each for name in names or ())}

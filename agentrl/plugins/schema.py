@@ -31,7 +31,7 @@ _compiled: dict[int, tuple[Mapping[str, Json], Check]] = {}
 
 
 def check_arguments(parameters: Mapping[str, Json], arguments: Mapping[str, Json]) -> dict[str, Json]:
-    """Return `arguments` with what is plainly meant converted and defaults filled in.
+    """`arguments` with what is plainly meant converted and defaults filled in.
 
     Raises ArgumentError: one short line for the model; UserError for a schema that is none, or too large. The schema is
     compiled once an object: do not change it later.
@@ -52,7 +52,7 @@ def check_arguments(parameters: Mapping[str, Json], arguments: Mapping[str, Json
 
 
 def _read(parameters: Mapping[str, Json]) -> Check:
-    """Return the check of a schema; of one that takes too long to read, a check that says so."""
+    """The check of a schema; of one that takes too long to read, a check that says so."""
     patterns.begin(_READING_SECONDS)
     try:
         return _arguments(parameters)
@@ -67,7 +67,7 @@ def _unreadable(value: object, path: str) -> Json:
 
 
 def outline(parameters: Mapping[str, Json]) -> str:
-    """Return what a tool takes, tersely: `{expression: string, digits?: integer}`."""
+    """What a tool takes, tersely: `{expression: string, digits?: integer}`."""
     required = parameters.get("required", ())
     properties: Mapping[str, Json] = parameters.get("properties", {})
     parts = [f"{name}{'' if name in required else '?'}: {_kind(s, parameters)}" for name, s in properties.items()]
@@ -215,7 +215,7 @@ def _array(schema: Mapping[str, Json], root: Mapping[str, Json], lenient: bool) 
 
 
 def _either(options: Json, root: Mapping[str, Json], lenient: bool) -> Check:
-    """Return the first option that fits exactly, else the first that fits leniently."""
+    """The first option that fits exactly, else the first that fits leniently."""
     checks = [_compile(option, root, False) for option in options]
     if lenient:
         checks += [_compile(option, root, True) for option in options]
@@ -249,7 +249,7 @@ def _one_of(values: list[Json], lenient: bool) -> Check:
 
 
 def _from_text(value: Json, kind: type) -> Json:
-    """Return a list or object that the model wrote as JSON text once too often; anything else as it is."""
+    """A list or object that the model wrote as JSON text once too often; anything else as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -260,24 +260,24 @@ def _from_text(value: Json, kind: type) -> Json:
 
 
 def shown(value: object) -> str:
-    """Return a value that the model wrote, cut short."""
+    """A value that the model wrote, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
 def named(path: str) -> str:
-    """Return an argument's name, which the model may have made up, cut short."""
+    """An argument's name, which the model may have made up, cut short."""
     return repr(path if len(path) <= 60 else path[:57] + "...")
 
 
 def should(path: str, words: str, value: object) -> str:
-    """Return the message: which argument, what it should do, what it is."""
+    """The message: which argument, what it should do, what it is."""
     what = f"argument {named(path)}" if path else "the arguments"
     return f"{what} should {words}, got {shown(value)}"
 
 
 def limits(schema: Mapping[str, Json]) -> list[Check]:
-    """Return the checks of a schema's limits on numbers, lengths and patterns; values of another type pass them."""
+    """The checks of a schema's limits on numbers, lengths and patterns; values of another type pass them."""
     return [_LIMITS[key](bound) for key, bound in schema.items() if key in _LIMITS]
 
 

@@ -36,7 +36,7 @@ class Signature:
     _not_null: frozenset[str]  # may be left out but not null: a model's null is taken as leaving it out
 
     def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
-        """Return the arguments converted to the annotated types. Raises ArgumentError with one line for the model."""
+        """The arguments converted to the annotated types. Raises ArgumentError with one line for the model."""
         if None in arguments.values():
             arguments = {k: v for k, v in arguments.items() if v is not None or k not in self._not_null}
         try:
@@ -198,7 +198,7 @@ def read_docstring(text: str) -> Docstring:
 
 
 def _heading(lines: list[str], i: int) -> str | None:
-    """Return the section that begins at line `i`: `Args:`, or `Parameters` over a rule of dashes."""
+    """The section that begins at line `i`: `Args:`, or `Parameters` over a rule of dashes."""
     match = _SECTION.match(lines[i])
     if not match:
         return None
@@ -211,7 +211,7 @@ def _is_rule(line: str) -> bool:
 
 
 def _entries(lines: list[str], numpy: bool) -> dict[str, str]:
-    """Return the entries of a section by name. Entries begin where the indent is least; what is indented more belongs
+    """The entries of a section by name. Entries begin where the indent is least; what is indented more belongs
     to the entry before."""
     found: dict[str, list[str]] = {}
     name = ""

@@ -32,14 +32,14 @@ class Tool(ABC):
         """Run one call. `arguments` are checked against `parameters` first; a str is a ToolResponse with that text."""
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> float | Mapping[str, float] | None:
-        """Return the tool's part of the reward, once, after the last token. None: it has none."""
+        """The tool's part of the reward, once, after the last token. None: it has none."""
         return None
 
     async def release(self, session: Session, **kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Free what `create` took. Called exactly once for each `create`, whatever happened."""
 
     def check(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
-        """Return the arguments as `execute` wants them. Raises ArgumentError with a line that the model can act on."""
+        """The arguments as `execute` wants them. Raises ArgumentError with a line that the model can act on."""
         return check_arguments(self.parameters, arguments)
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default
@@ -62,7 +62,7 @@ class ToolSource(ABC):
 
     @abstractmethod
     async def open(self) -> Sequence[Tool]:
-        """Return its tools, once a run, in the run's event loop. Raises UserError (one line) when they cannot be
+        """Its tools, once a run, in the run's event loop. Raises UserError (one line) when they cannot be
         had."""
 
     async def close(self) -> None:  # noqa: B027 - a hook with a default

@@ -10,7 +10,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import find, make_tool
 from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _check(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> N
 
 
 def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:
-    """Return the tools of a task by name: those of the recipe that it names (all, where it names none), then the
+    """The tools of a task by name: those of the recipe that it names (all, where it names none), then the
     environment's own. Raises UserError for a name that nobody has."""
     own = {tool.name: tool for tool in env.tools_for(task)}
     every = {tool.name: tool for tool in tools}

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict
 
-from agentrl.errors import PlainError
+from agentrl.errors import InfrastructureError as InfrastructureError
 from agentrl.jsonable import Json as Json
 
 
@@ -13,13 +13,12 @@ class ArgumentError(Exception):
     """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
 
 
-class InfrastructureError(PlainError):
-    """A plugin cannot do its work for reasons that are not the model's: a server is down, a sandbox is lost. The
-    request becomes FAILED, and is tried again; the model is told nothing."""
-
-
 Content: TypeAlias = str | list[dict[str, Json]]
 """What a message says: text, or parts of the Chat Completions API where there are images."""
+
+
+RewardParts: TypeAlias = Mapping[str, float | Mapping[str, float]]
+"""Reward parts by name; under `seats`, rewards by seat."""
 
 
 class FunctionCall(TypedDict):
@@ -60,7 +59,7 @@ class Message(TypedDict, total=False):
 
 
 def answer_of(messages: Sequence[Message]) -> str:
-    """Return the text of the last assistant turn; empty where there is none, or its content is not text."""
+    """The text of the last assistant turn; empty where there is none, or its content is not text."""
     content = next((message["content"] for message in reversed(messages) if message["role"] == "assistant"), "")
     return content if isinstance(content, str) else ""
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO, TypeVar, cast
 
 from agentrl.plugins.types import Json
+from agentrl.secrets import known, remember
 
 T = TypeVar("T")
 SIZE = 8
@@ -75,28 +76,28 @@ class WorkerProcess:
 
 
 def stream_of(channel: socket.socket) -> BinaryIO:
-    """Return a socket as a file, whose calls block."""
+    """A socket as a file, whose calls block."""
     return cast("BinaryIO", channel.makefile("rwb"))
 
 
 def framed(payload: bytes) -> bytes:
-    """Return a message as it is written."""
+    """A message as it is written."""
     return len(payload).to_bytes(SIZE, "big") + payload
 
 
 def beginning(**facts: Json) -> bytes:
-    """Return the first message to a process: `facts`, which `begun` gives its program, and what is this process's."""
-    return json.dumps({**facts, "path": sys.path, "seed": _seed()}).encode()
+    """The first message to a process: `facts`, which `begun` gives its program, and what is this process's."""
+    return json.dumps({**facts, "path": sys.path, "seed": _seed(), "secrets": known()}).encode()
 
 
 def _seed() -> int | None:
-    """Return the seed of the run, which is torch's here."""
+    """The seed of the run, which is torch's here."""
     torch = sys.modules.get("torch")
     return None if torch is None else int(torch.initial_seed())
 
 
 def connected() -> socket.socket:
-    """Return the socket of this program, given by its arguments. The program ends with the process that started it."""
+    """The socket of this program, given by its arguments. The program ends with the process that started it."""
     channel, alive = map(int, sys.argv[1:])
     signal.signal(signal.SIGIO, signal.SIG_DFL)  # the kernel's, which needs nothing of an interpreter that is busy
     fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
@@ -107,8 +108,9 @@ def connected() -> socket.socket:
 
 
 def begun(message: bytes, make: Callable[[dict[str, Any]], T]) -> T:
-    """Return what `make` makes of the facts of a first message, with the path and the seeds that it says."""
+    """What `make` makes of the facts of a first message, with the path and the seeds that it says."""
     begin = json.loads(message)
+    remember(begin["secrets"])
     sys.path[:] = begin["path"]
     seed = begin["seed"]
     if seed is not None:

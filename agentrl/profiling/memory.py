@@ -44,7 +44,7 @@ class PeakMemory:
                 self._active.remove(name)
 
     def take(self) -> dict[str, float]:
-        """Return memory/<phase>_gb, in 10^9 bytes, for the phases since the last call."""
+        """memory/<phase>_gb, in 10^9 bytes, for the phases since the last call."""
         with self._lock:
             found = {f"memory/{name}_gb": value / GIGA for name, value in self._step.items()}
             self._step = {}
@@ -62,7 +62,7 @@ class PeakMemory:
 
 
 def _process() -> float:
-    """Return the peak resident memory of the process in bytes, and reset it."""
+    """The peak resident memory of the process in bytes, and reset it."""
     try:
         status = _STATUS.read_bytes()
         _RESET.write_bytes(b"5")  # proc(5): resets VmHWM, and nothing else

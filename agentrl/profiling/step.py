@@ -104,7 +104,7 @@ class StepProfiler:
                 self._role_host.trace(0, self._folder)
 
     def take(self, seconds: float) -> dict[str, float]:
-        """Return the metrics of a step whose training took `seconds`, and start the next step's.
+        """Take the metrics of a step whose training took `seconds`, and start the next step's.
 
         train/tflops, train/mfu, memory/<phase>_gb, and memory/<phase>_<role>_gb for roles in other processes (of the
         worker with the largest peak). If the reward model was called: time/reward_model_s, the duration of its calls,
@@ -123,14 +123,14 @@ class StepProfiler:
         return found
 
     def describe(self) -> str:
-        """Return one line with the run's peak memory by phase; an empty string before the first step."""
+        """One line with the run's peak memory by phase; an empty string before the first step."""
         peaks = [
             f"{key.removeprefix('memory/').removesuffix('_gb')} {gb:.2f} GB" for key, gb in self._run_peaks.items()
         ]
         return f"peak memory: {', '.join(peaks)}" if peaks else ""
 
     def _instrumented(self, role: T, name: str) -> T:
-        """Return `role` wrapped, or None if it is None."""
+        """`role` wrapped, or None if it is None."""
         if role is None:
             return role
         profiler = Profiler(self._folder, name, steps=self._steps if self._role_host.in_process else ())

@@ -6,7 +6,6 @@ the one that starts first is recorded, with the threads of both, and the other's
 """
 
 import gzip
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from agentrl.jsonable import Json
+from agentrl.jsonable import Json, dumps, loads
 
 TOP = 25  # operations in the table
 OwnTimes = dict[str, tuple[int, float, float]]
@@ -69,7 +68,7 @@ class Profiler:
             _RECORDING.release()
 
     def path(self, ending: str) -> Path:
-        """Return the path of the current step's file with this ending, `json.gz` or `txt`."""
+        """The path of the current step's file with this ending, `json.gz` or `txt`."""
         return self.folder / f"step_{self._step}_{self.role}_{self.rank}.{ending}"
 
     def _add(self, recording: Any) -> None:
@@ -79,14 +78,14 @@ class Profiler:
         self.folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=self.folder) as aside:
             recording.export_chrome_trace(f"{aside}/trace.json")
-            trace = json.loads(Path(aside, "trace.json").read_text(encoding="utf-8"))
+            trace = loads(Path(aside, "trace.json").read_text(encoding="utf-8"))
             add_own_times(trace["traceEvents"], sums.by_name)
             if sums.trace is None:
                 sums.trace = trace
             else:
                 sums.trace["traceEvents"] += trace["traceEvents"]
             whole = Path(aside, "whole.gz")
-            whole.write_bytes(gzip.compress(json.dumps(sums.trace).encode(), 2))
+            whole.write_bytes(gzip.compress(dumps(sums.trace).encode(), 2))
             whole.replace(self.path("json.gz"))
         self._write_table()
 
@@ -95,7 +94,7 @@ class Profiler:
         self.path("txt").write_text(self._table(), encoding="utf-8")
 
     def _table(self) -> str:
-        """Return a table of the TOP operations by own time, the larger of CPU and device time."""
+        """A table of the TOP operations by own time, the larger of CPU and device time."""
         sums = self._sums
         rows = sorted(sums.by_name.items(), key=lambda row: max(row[1][1:]), reverse=True)
         on_cpu = sum(cpu for _, (_, cpu, _) in rows)

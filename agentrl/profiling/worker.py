@@ -48,7 +48,7 @@ class InstrumentedWorker(Worker):
 
     @register(ONE_TO_ALL)
     def measure(self) -> dict[str, float]:
-        """Return memory/<phase>_gb of this process, in 10^9 bytes, for the phases since the last call."""
+        """memory/<phase>_gb of this process, in 10^9 bytes, for the phases since the last call."""
         return self._peaks.take()
 
     @register(ONE_TO_ALL)
@@ -57,7 +57,7 @@ class InstrumentedWorker(Worker):
         self._recorded, self._folder = step, Path(folder)
 
     def _profiler(self, role: str) -> Profiler:
-        """Return the profiler of a role; it adds to its earlier recordings of the same step."""
+        """The profiler of a role; it adds to its earlier recordings of the same step."""
         if not self._recorded:
             return _NEVER
         if role not in self._profilers:

@@ -22,6 +22,8 @@ from agentrl.jsonable import Json
 Key = tuple[str | int, ...]
 TAG = "tag:yaml.org,2002:"
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+GIVEN = "AGENTRL_SECRET_"
+"""How the names of variables begin that stand for secrets of the command line in what is written."""
 REPEATED = 10_000
 """Values that aliases (`*name`) may repeat in a document: nine lines of them can stand for billions."""
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9][0-9_]*|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?")
@@ -87,7 +89,7 @@ class Document:
 
 
 def dotted(key: Key) -> str:
-    """Return a key as text, its parts joined by dots."""
+    """A key as text, its parts joined by dots."""
     return ".".join(str(part) for part in key)
 
 
@@ -100,7 +102,7 @@ def read_document(text: str, name: str, numbered: bool = True) -> Document:
         return Document(reader.build(node, ()) if node else None, reader.origins, reader.references)
     except yaml.YAMLError as error:
         line = _line_of(error) if numbered else ""
-        hint = "" if numbered else "; text with such characters needs quotes: key='\"a: b\"'"
+        hint = "" if numbered else "; text with such characters needs quotes: NAME='\"a: b\"'"
         raise UserError(f"{name}{line}: not valid YAML: {_problem_of(error)}{hint}") from None
     except RecursionError:
         raise UserError(f"{name}: not valid YAML: nested too deeply") from None
@@ -125,13 +127,13 @@ def read_file(path: Path) -> Document:
 
 
 def dump(value: object) -> str:
-    """Return YAML that `read_document` reads back to an equal value, whatever the environment holds; a Reference in
+    """YAML that `read_document` reads back to an equal value, whatever the environment holds; a Reference in
     `value` is written as the reference that it is."""
     return yaml.dump(_escaped(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def describe(value: object) -> str:
-    """Return a value for an error message: its kind and a short form."""
+    """A value for an error message: its kind and a short form."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -201,7 +203,7 @@ class _Reader:
         return value
 
     def read(self, node: yaml.ScalarNode, text: str, tag: str, key: Key) -> Json:
-        """Return the value of a scalar whose text is `text`, once its variables are replaced."""
+        """The value of a scalar whose text is `text`, once its variables are replaced."""
         match tag.removeprefix(TAG):
             case "str":
                 return text
@@ -232,6 +234,8 @@ class _Reader:
             if default is not None:
                 return ""
             hint = f"set it, or write ${{{variable}:-default}}"
+            if variable.startswith(GIVEN):
+                hint = "its value was given on the command line, and was not written down: set it"
             raise UserError(f"{_place(where, key)}: the environment variable {variable} is not set; {hint}")
 
         return _VARIABLE.sub(value_of, text)

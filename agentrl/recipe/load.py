@@ -15,22 +15,22 @@ def load_recipe(path: str | Path | None, overrides: Sequence[str] = ()) -> Recip
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Return the recipe as YAML, every key, with `${VAR}` where one stood; `load_recipe` reads back an equal one."""
+    """The recipe as YAML, every key, with `${VAR}` where one stood; `load_recipe` reads back an equal one."""
     return dump(recipe.written())
 
 
 def show_recipe(recipe: Recipe) -> str:
-    """Return the recipe as YAML for people: `dump_recipe` without the values of secrets."""
+    """The recipe as YAML for people: `dump_recipe` without the values of secrets."""
     return dump(masked(recipe.written()))
 
 
 def recipe_name(path: str | Path) -> str:
-    """Return the name that run folders carry: the file's, without its ending."""
+    """The name that run folders carry: the file's, without its ending."""
     return Path(path).stem
 
 
 def differing(before: Recipe, now: Recipe) -> list[str]:
-    """Return the dotted keys whose values differ, except `output`, in the order of the former recipe."""
+    """The dotted keys whose values differ, except `output`, in the order of the former recipe."""
     old, new = (dict(leaves(recipe.model_dump(mode="json"))) for recipe in (before, now))
     return [key for key in old | new if old.get(key) != new.get(key) and key != "output"]
 

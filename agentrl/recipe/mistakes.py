@@ -24,6 +24,10 @@ _EXPECTED = {
     "model": "a mapping of keys",
 }
 _GONE: dict[Key, str] = {
+    ("agent", "train_auxiliary"): (
+        "is now `agent.train`: every answer that somebody received is trained (`all`); `tools` leaves out those of "
+        "calls without tools"
+    ),
     ("algorithm", "normalize_std"): (
         "was removed: for false write `algorithm.advantage: dr_grpo` (in place of grpo), for true leave it out"
     ),
@@ -37,7 +41,7 @@ _LIMITS = {
 
 
 def explain(error: ValidationError, document: Document, file: str, model: type[BaseModel]) -> str:
-    """Return the first mistake (unknown keys before all else) and how many more there are."""
+    """The first mistake (unknown keys before all else) and how many more there are."""
     errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first, key = errors[0], tuple(errors[0]["loc"])
     reference = document.references.get(key)  # whose value may be a secret
@@ -47,7 +51,7 @@ def explain(error: ValidationError, document: Document, file: str, model: type[B
 
 
 def known_fields(model: type[BaseModel], lists: bool = False, prefix: str = "") -> dict[str, FieldInfo]:
-    """Return every field below a model by its dotted key, sections included. lists: also `tools.N.name`."""
+    """Every field below a model by its dotted key, sections included. lists: also `tools.N.name`."""
     found = {}
     for name, info in model.model_fields.items():
         found[prefix + name] = info
@@ -59,7 +63,7 @@ def known_fields(model: type[BaseModel], lists: bool = False, prefix: str = "") 
 
 
 def _origin(document: Document, key: Key, file: str) -> str:
-    """Return where the key, or the nearest one above it, was written. Several keys together belong to the file."""
+    """Where the key, or the nearest one above it, was written. Several keys together belong to the file."""
     for end in range(len(key), 0, -1):
         if key[:end] in document.origins:
             return document.origins[key[:end]]
@@ -67,7 +71,7 @@ def _origin(document: Document, key: Key, file: str) -> str:
 
 
 def _what(error: ErrorDetails, key: Key, given: str, model: type[BaseModel]) -> str:
-    """Return what is wrong. given: the value, in words."""
+    """What is wrong. given: the value, in words."""
     kind = error["type"]
     if kind == "extra_forbidden":
         return _GONE.get(key) or "unknown key" + _nearest_key(key, model)
@@ -96,7 +100,7 @@ def _near_word(given: Json, words: list[str]) -> str:
 
 
 def _nearest_key(key: Key, root: type[BaseModel]) -> str:
-    """Return a hint: keys elsewhere with the same ending, else similar keys beside it, else all keys beside it."""
+    """A hint: keys elsewhere with the same ending, else similar keys beside it, else all keys beside it."""
     model, prefix = _model_at(root, key[:-1]), "".join(f"{part}." for part in key[:-1])
     name, beside = str(key[-1]), list(model.model_fields)
     close = [prefix + k for k in difflib.get_close_matches(name, beside, n=2, cutoff=0.6)]
@@ -114,7 +118,7 @@ def _model_at(model: type[BaseModel], key: Key) -> type[BaseModel]:
 
 
 def section_of(annotation: Any, lists: bool = False) -> type[BaseModel] | None:
-    """Return the section class in `Section` and `Section | None`; with `lists`, in `tuple[Section, ...]` too."""
+    """The section class in `Section` and `Section | None`; with `lists`, in `tuple[Section, ...]` too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     origin = typing.get_origin(annotation)

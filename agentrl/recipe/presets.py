@@ -34,7 +34,8 @@ PRESETS = {
     ),
     "gspo": Preset(
         "arXiv:2507.18071: one ratio a sample",
-        {"advantage": "grpo", "loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+        {"advantage": "grpo", "loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4}
+        | {"clip_dual": None},
     ),
     "sapo": Preset(
         "arXiv:2511.20347: a smooth gate in place of the clip",
@@ -43,6 +44,14 @@ PRESETS = {
     "cispo": Preset(
         "MiniMax-M1, arXiv:2506.13585: every token keeps its gradient, its weight is bounded; the paper names no bound",
         {"advantage": "grpo", "loss": "cispo", "aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
+    ),
+    "vespo": Preset(
+        "arXiv:2602.10693: a smooth weight of the whole sample's ratio in place of the clip",
+        {"advantage": "grpo", "loss": "vespo", "aggregation": "token_mean"},
+    ),
+    "trl": Preset(
+        "the defaults of TRL 1.16's GRPOConfig: the loss of DAPO alone, no KL; where one is set, its unbiased estimate",
+        {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "kl_estimator": "k3*"} | _SYMMETRIC,
     ),
     "gmpo": Preset(
         "arXiv:2507.20673: geometric mean of ratios that are clipped token by token",

@@ -9,9 +9,12 @@ to the working directory, in a file as on the command line.
 
 import difflib
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain, count
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,9 +22,11 @@ from pydantic import BaseModel, ValidationError
 
 from agentrl.errors import UserError, nearest
 from agentrl.jsonable import Json
-from agentrl.recipe.document import Document, Key, Reference, describe, dotted, read_document, read_file
+from agentrl.recipe.document import GIVEN, Document, Key, Reference, describe, dotted, read_document, read_file
 from agentrl.recipe.mistakes import explain
+from agentrl.recipe.secrets import masked, secret_values
 from agentrl.recipe.shipped import shipped_recipes
+from agentrl.secrets import remember
 from agentrl.terminal import terminal
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -53,6 +58,10 @@ def read_recipe(
     document = _extended(file, ()) if isinstance(file, Path) else Document({})
     for text in overrides:
         _override(document, text)
+    if isinstance(file, Path) and not document.value:
+        raise UserError(f"{file}: is empty; a recipe has at least one key, such as `extends: gsm8k_tool`")
+    _put_variables(document)
+    remember(secret_values(document.references))
     try:
         # JSON mode is strict about types (no text for a number, no true for 1) and takes lists where tuples are kept.
         recipe = model.model_validate_json(json.dumps(document.value), strict=True)
@@ -62,7 +71,7 @@ def read_recipe(
 
 
 def _existing(path: Path, where: str = "") -> Path:
-    """Return a file: `path`, or the recipe of that name that ships. where: begins the UserError."""
+    """A file: `path`, or the recipe of that name that ships. where: begins the UserError."""
     if path.is_file():
         return path
     if path.is_dir():
@@ -75,7 +84,7 @@ def _existing(path: Path, where: str = "") -> Path:
 
 
 def _files_in(folder: Path, name: str) -> str:
-    """Return a hint: recipes of the folder, or recipes that ship, with a name like `name`; else all that are known."""
+    """A hint: recipes of the folder, or recipes that ship, with a name like `name`; else all that are known."""
     folders = [folder, *([folder / "recipes"] if (folder / "recipes").is_dir() else [])]
     files = {p.name: str(p) for d in folders for p in d.iterdir() if p.suffix in (".yaml", ".yml")}
     shipped = list(shipped_recipes())
@@ -111,7 +120,7 @@ def _extended(path: Path, seen: tuple[Path, ...]) -> Document:
 
 
 def _mapping_at(tree: object, key: Key) -> dict[str, Json] | None:
-    """Return the mapping that lies at `key`; None where something else does, or nothing."""
+    """The mapping that lies at `key`; None where something else does, or nothing."""
     for part in key:
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree if isinstance(tree, dict) else None
@@ -186,7 +195,7 @@ def _merged(base: Mapping[str, Json], top: Mapping[str, Json]) -> dict[str, Json
 
 
 def _stands(key: Key, top: Json) -> bool:
-    """Return whether what lies at `key` is still there once `top` is merged over it."""
+    """Whether what lies at `key` is still there once `top` is merged over it."""
     place = top
     for part in key:
         if not isinstance(place, dict) or (not place and place is not top):
@@ -224,8 +233,39 @@ def _override(document: Document, text: str) -> None:
     document.references.update({(*key, *below): reference for below, reference in given.references.items()})
 
 
+def _put_variables(document: Document) -> None:
+    """Make references of the secrets that were written out on the command line, to variables of this process and those
+    that it starts, so that they are written nowhere: a file is the user's own, and a run folder may be anybody's."""
+    shown = masked(document.value)
+    for key, where in document.origins.items():
+        value = _value_at(document.value, key)
+        if where != COMMAND_LINE or key in document.references or value == _value_at(shown, key):
+            continue
+        if isinstance(value, str | int | float):
+            variable = _variable(key, str(value))
+            os.environ[variable] = str(value)
+            document.references[key] = Reference(f"${{{variable}}}", not isinstance(value, str), value)
+
+
+def _value_at(tree: Json, key: Key) -> Json:
+    for part in key:
+        there = part in tree if isinstance(tree, dict) else isinstance(tree, list) and int(part) < len(tree)
+        if not there:
+            return None
+        tree = tree[part]
+    return tree
+
+
+def _variable(key: Key, value: str) -> str:
+    """The name of a variable for the value of a key, which none of another value has."""
+    named = next(i for i in reversed(range(len(key))) if isinstance(key[i], str))
+    name = GIVEN + "_".join(re.sub(r"\W", "_", str(part)).upper() for part in key[named:])
+    names = chain((name,), (f"{name}_{number}" for number in count(2)))
+    return next(name for name in names if os.environ.get(name, value) == value)
+
+
 def _new_name(name: str) -> str:
-    """Return the key of an override by its present name."""
+    """The key of an override by its present name."""
     for old, new in RENAMED.items():
         if name == old or name.startswith(f"{old}."):
             _say_renamed(COMMAND_LINE, old, new)
@@ -234,7 +274,7 @@ def _new_name(name: str) -> str:
 
 
 def _step(place: Json, part: str, key: Key, name: str) -> str | int:
-    """Return the key or index that `part` stands for in `place`. A list entry is found by its index or its `name`."""
+    """The key or index that `part` stands for in `place`. A list entry is found by its index or its `name`."""
     if isinstance(place, dict):
         return part
     if not isinstance(place, list):
@@ -261,7 +301,7 @@ def _put(place: Json, step: str | int, value: Json) -> None:
 
 
 def _descend(place: Json, step: str | int) -> Json:
-    """Return what lies at `step`, a new mapping if it is absent; an entry that is only a name becomes `{name: ...}`."""
+    """What lies at `step`, a new mapping if it is absent; an entry that is only a name becomes `{name: ...}`."""
     if isinstance(place, list):
         if step == len(place):
             place.append({})

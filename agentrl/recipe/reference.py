@@ -15,11 +15,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentrl.recipe.mistakes import section_of
-from agentrl.recipe.schema import Recipe, Unit
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.section import Unit
 
 HEAD = """# Recipe reference
 
-Every key of a recipe. This page is generated from `agentrl/recipe/schema.py`; do not edit it:
+Every key of a recipe. This page is generated from `agentrl/recipe/sections/`; do not edit it:
 `python -m agentrl.recipe.reference > docs/reference/recipe.md`.
 
 A recipe is a YAML file; `KEY=VALUE` on the command line replaces the value of one key, such as `train.lr=1e-4` or
@@ -32,7 +33,7 @@ _BOUNDS = {Gt: ("gt", ">"), Ge: ("ge", "≥"), Lt: ("lt", "<"), Le: ("le", "≤"
 
 
 def reference() -> str:
-    """Return the page."""
+    """The page."""
     return HEAD + "".join(_section(Recipe, ""))
 
 
@@ -51,7 +52,7 @@ def _section(model: type[BaseModel], prefix: str) -> Iterable[str]:
 
 
 def _always_there(info: FieldInfo) -> bool:
-    """Return whether it is a section, whose keys say all, and not one that may be absent."""
+    """Whether it is a section, whose keys say all, and not one that may be absent."""
     return section_of(info.annotation) is not None and info.default is not None
 
 
@@ -62,7 +63,7 @@ def _row(key: str, info: FieldInfo) -> str:
 
 
 def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """Return a type in words, with its bounds: `whole number > 0`."""
+    """A type in words, with its bounds: `whole number > 0`."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return _type(inner[0], _marks(inner[1:]))
@@ -82,7 +83,7 @@ def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _marks(metadata: Iterable[Any]) -> list[Any]:
-    """Return metadata with that of each `Field(gt=0)` in its place."""
+    """Metadata with that of each `Field(gt=0)` in its place."""
     return [mark for item in metadata for mark in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 

@@ -5,33 +5,41 @@ agent's calls of the model come in by HTTP with the rollout's own key, and grow 
 """
 
 import asyncio
+import hashlib
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from agentrl.chat.base import Chat, ParsedCall, Streaming
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.chat.base import Chat, Constraining, ParsedCall, ParsedTurn, Streaming
+from agentrl.constraint import Constraint
+from agentrl.engine.base import ConstraintError, Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
+from agentrl.engine.stops import StopWatch, shown
 from agentrl.errors import UserError, describe
+from agentrl.gateway.bounds import IN_LOOP, off_loop
 from agentrl.gateway.call import Call, Completion, Feed, Finish, GatewayError, Origin
 from agentrl.gateway.chat_completions import tool_call
 from agentrl.gateway.server import Gateway
 from agentrl.images import ImageError, all_stored, check_count, keyed, sent
 from agentrl.plugins.agent import Agent, AgentClient, Outcome
 from agentrl.plugins.types import Content, InfrastructureError, Json, Message, Task
-from agentrl.recipe.schema import AgentSection, RolloutSection
+from agentrl.recipe.sections.agent import AgentSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
-from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node
+from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node, Train, untrained
 from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.driver import Driver, takes_images
 from agentrl.rollout.request import AsyncRolloutRequest, Opening, Seed, nth
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, Turn
 
-_RETRIED = 64  # calls whose bodies are kept, so that one that is sent again is known
+_ROLES = 16  # seats of a rollout, each of which has metrics
+_RETRIED = 64  # calls whose digests are kept, so that one that is sent again is known
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +48,8 @@ class AgentRequest(AsyncRolloutRequest):
 
     tree: ConversationTree = field(init=False)
     """Its calls."""
-    train_auxiliary: bool = False
-    """`agent.train_auxiliary`."""
+    train: Train = "all"
+    """`agent.train`."""
     outcome: Outcome = field(default_factory=Outcome)
     """What its agent came to, once it has ended."""
 
@@ -64,7 +72,7 @@ class AgentRequest(AsyncRolloutRequest):
 
     @property
     def turns(self) -> list[Turn]:
-        return [turn for _, _, turn in self.tree.segments(self.train_auxiliary)]
+        return [turn for _, _, turn in self.tree.segments(self.train)]
 
     def add_step_reward(self, reward: float) -> None:
         if answered := self.tree.answered:
@@ -79,18 +87,38 @@ class AgentRequest(AsyncRolloutRequest):
         """Write the tree down as flat tokens, in the order in which the calls began."""
         for column in (self.ids, self.logprobs, self.versions, self.version_counts):
             del column[:]
-        self.segments, self.told, self.images = [], [], []
-        for node, segment, _ in self.tree.segments(self.train_auxiliary):
+        self.segments, self.told, self.images, self.allowed = [], [], [], []
+        for node, segment, _ in self.tree.segments(self.train):
             assert node.generation is not None
             self.add_bridge(node.given.ids, node.given.images)
             self.add_sampled(node.generation)
             self.open_turn = None
             self.segments.append(segment)
             self.told.append(node.added)
+        if all(segment.parent == index - 1 for index, segment in enumerate(self.segments)):  # it never branched
+            self.messages[:] = [message for told in self.told for message in told]
+            self.segments, self.told = [], []
         self.prompt_length = len(answered[0].given.ids) if (answered := self.tree.answered) else 0
         counts = self.tree.counts
-        counts.auxiliary = sum(1 for _ in self.tree.auxiliary())
+        why = [untrained(node, self.train) for node in self.tree.answered]
+        counts.auxiliary, counts.unreceived = sum(map(bool, why)), why.count("unreceived")
         self.extra["gateway"] = {name: getattr(counts, name) for name in Counts.__slots__}
+        if ignored := Counter(name for node in self.tree.nodes for name in node.call.ignored):
+            self.extra["ignored_fields"] = dict(sorted(ignored.items()))
+
+
+class _Given(NamedTuple):
+    """A call that was given, by which one that is sent again is known."""
+
+    task: asyncio.Task[Any]
+    """Answers it."""
+    digest: bytes
+    """A digest of its body."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it came to nothing."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 class TreeEndpoint(ABC):
@@ -101,28 +129,39 @@ class TreeEndpoint(ABC):
 
     def __init__(self, tree: ConversationTree, engine: Engine, chat: Chat, limits: RolloutSection) -> None:
         self.tree, self.engine, self.chat, self.limits = tree, engine, chat, limits
-        self._given: dict[bytes, asyncio.Task[Any]] = {}
-        self._sent_again: set[str] = set()  # ids of completions
+        self._given: dict[bytes, _Given] = {}
 
     @property
     def images(self) -> bool:
         """See `Endpoint.images`."""
         return takes_images(self.engine, self.chat)
 
+    @property
+    def context(self) -> int:
+        """See `Endpoint.context`."""
+        return min(self.limits.max_tokens, self.engine.max_context)
+
     async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
-        """See `Endpoint.complete`. A call that an SDK sends again joins the first."""
-        if origin.retry and (first := self._given.get(origin.body)) is not None:
+        """See `Endpoint.complete`. A call that is sent again joins the first: an SDK says so by the count of its
+        retries, any client by a key of its own for the call."""
+        name = hashlib.blake2b(origin.key.encode("utf-8", "replace"), digest_size=16, key=b"key").digest()
+        name = name if origin.key else origin.digest
+        first = self._given.get(name)
+        if first is not None and first.digest != origin.digest:
+            raise GatewayError("Idempotency-Key: it came with another request before", 422, "idempotency_error")
+        if first is not None and (origin.retry or origin.key) and not first.failed:
             self.tree.counts.retries += 1
-            found: Completion = await asyncio.shield(first)
-            self._sent_again.add(found.id)
+            found: Completion = await asyncio.shield(first.task)
+            if (node := self._find(found.id)) is not None:
+                node.sent += 1
             return found
-        self._given.pop(origin.body, None)
+        self._given.pop(name, None)
         task = asyncio.current_task()
         assert task is not None, "the gateway gives each call a task of its own"
-        self._given[origin.body] = task
+        self._given[name] = _Given(task, origin.digest)
         if len(self._given) > _RETRIED:
             self._given = dict(list(self._given.items())[-_RETRIED:])
-        return await self._sampled(call, feed)
+        return await self._sampled(call, origin, feed)
 
     def count(self, call: Call) -> int:
         """See `Endpoint.count`."""
@@ -130,23 +169,26 @@ class TreeEndpoint(ABC):
 
     def previous(self, completion_id: str) -> tuple[Message, ...]:
         """See `Endpoint.previous`."""
-        return self._node(completion_id).conversation
+        node = self._find(completion_id)
+        if node is None:
+            raise GatewayError(f"previous_response_id: {completion_id[:80]!r} is unknown here")
+        return node.conversation
 
     def lost(self, completion: Completion) -> None:
         """See `Endpoint.lost`."""
-        if completion.id not in self._sent_again:
-            self._node(completion.id).lost = True
+        if (node := self._find(completion.id)) is not None:
+            node.losses += 1
 
     def check(self) -> None:  # noqa: B027 - a hook with a default
         """Raise GatewayError where no further call is allowed."""
 
     def too_long(self, why: str) -> GatewayError:
-        """Return the error of a call for which there is no room."""
+        """See `Endpoint.too_long`."""
         return GatewayError(why, 400, "context_length_exceeded")
 
     @abstractmethod
     def sampling(self, node: Node, room: int) -> Sampling:
-        """Return how to sample the answer of a call, `room` tokens at most. Raises GatewayError."""
+        """How to sample the answer of a call, `room` tokens at most. Raises GatewayError."""
 
     def failed(self, error: EngineError) -> None:  # noqa: B027 - a hook with a default
         """Note that the engine failed."""
@@ -154,51 +196,64 @@ class TreeEndpoint(ABC):
     def answered(self, node: Node, seconds: float) -> None:  # noqa: B027 - a hook with a default
         """Note an answer, and the time that it took."""
 
-    def _listening(self, node: Node, feed: Feed | None) -> dict[str, Any]:
-        """Return what the engine is told so that `feed` gets what it samples; nothing where it or the chat cannot."""
+    def _listener(self, node: Node, feed: Feed | None) -> OnTokens | None:
+        """What gives `feed` the ids that the engine samples; None where the engine or the chat cannot."""
         if feed is None or not self.engine.streams or not isinstance(self.chat, Streaming):
-            return {}
+            return None
+        if node.call.prompt is not None:
+            return None
         turn = self.chat.stream()
         if turn is None:
-            return {}
+            return None
         feed.begin(self._completion_id(node), len(node.branch.ids), turn)
-        return {"on_tokens": feed.add}
+        return feed.add
 
     def _completion_id(self, node: Node) -> str:
         return f"{_public(self.tree.name)}-{node.index}"
 
-    def _node(self, completion_id: str) -> Node:
+    def _find(self, completion_id: str) -> Node | None:
         head, _, index = completion_id.rpartition("-")
         nodes = self.tree.nodes
-        if head != _public(self.tree.name) or not index.isdecimal() or int(index) >= len(nodes):
-            raise GatewayError(f"previous_response_id: {completion_id[:80]!r} is unknown here")
-        return nodes[int(index)]
+        known = head == _public(self.tree.name) and index.isdecimal() and int(index) < len(nodes)
+        return nodes[int(index)] if known else None
 
-    async def _sampled(self, call: Call, feed: Feed | None) -> Completion:
+    async def _sampled(self, call: Call, origin: Origin, feed: Feed | None) -> Completion:
         self.check()
+        roles = {node.role for node in self.tree.nodes} | {origin.role} if origin.role else ()
+        if len(roles) > _ROLES:
+            raise GatewayError(f"X-Agentrl-Role: this rollout has {_ROLES} seats already")
         tree, started = self.tree, time.monotonic()
-        branches = len(tree.branches)
         try:
             check_count(call.messages, self.limits.max_images)
         except ImageError as error:
             raise self.too_long(str(error)) from None
         try:
-            node = tree.add(call)
+            sought = tree.seek(call) if call.fresh <= IN_LOOP else await off_loop(tree.seek, call)
+            placed = tree.place(sought) if sought.work <= IN_LOOP else await off_loop(tree.place, sought)
         except UserError as error:
             raise GatewayError(str(error)) from None
+        self.check()  # others may have come meanwhile
+        branches = len(tree.branches)
+        node = tree.add(call, placed)
+        node.train, node.role = origin.train, origin.role
         if 0 < branches < len(tree.branches):
             self.engine.fork(node.branch.name, tree.relatives(node))
         try:
-            generation = await self._generate(node, call, feed)
+            generation, stop = await self._generate(node, call, feed)
         except BaseException as error:
             tree.give_up(node)
+            if isinstance(error, ConstraintError):
+                raise GatewayError(str(error)) from error
             if not isinstance(error, EngineError):
                 raise
             self.failed(error)
             raise GatewayError(f"the engine failed: {error}", 500, "server_error") from error
-        parsed = bounded(self.chat.parse(generation.ids))
+        whole = self._read(call, generation.ids)
+        if call.one_call and len(whole.calls) > 1:
+            generation, whole = self._first_call(node, generation, whole.calls[0])
+        parsed = whole if stop is None else replace(whole, content=shown(whole.content, stop))
         message = assistant_message(parsed, node.index)
-        tree.answer(node, generation, message)
+        tree.answer(node, generation, message, _repeated(message, stop))
         finish = Finish.TOOLS if parsed.calls else Finish.STOP
         if generation.finish is not GenerationFinish.STOP and not parsed.calls:
             finish = Finish.LENGTH
@@ -209,23 +264,62 @@ class TreeEndpoint(ABC):
             finish=finish,
             prompt_tokens=node.end - len(generation.ids),
             completion_tokens=len(generation.ids),
+            stop=stop,
+            ids=generation.ids,
             tokens=self._tokens(generation) if call.logprobs else (),
         )
 
-    async def _generate(self, node: Node, call: Call, feed: Feed | None) -> Generation:
-        """Raises EngineError, also for an answer that does not hold together."""
+    def _read(self, call: Call, ids: Sequence[int]) -> ParsedTurn:
+        """What was said in answer to a call."""
+        if call.prompt is not None:
+            return ParsedTurn(self.chat.decode(ids[:-1] if ids[-1] in self.chat.stop_ids else ids))
+        parsed = bounded(self.chat.parse(ids))
+        return parsed if call.may_call else _without_calls(parsed)
+
+    def _first_call(self, node: Node, generation: Generation, first: ParsedCall) -> tuple[Generation, ParsedTurn]:
+        """A turn up to the end of its first call, as if sampling had been stopped there. Raises GatewayError
+        where the form of calls has no such place."""
+        ids = generation.ids
+
+        def turn(count: int) -> ParsedTurn:
+            return bounded(self.chat.parse(ids[:count]))
+
+        count = bisect_left(range(len(ids)), True, key=lambda n: turn(n).calls[:1] == (first,))
+        if (parsed := turn(count)).calls != (first,):
+            self.tree.give_up(node)
+            raise GatewayError("one call a turn cannot be kept to with the form in which this model writes its calls")
+        node.cut = True
+        versions, experts = generation.weight_version, generation.experts
+        return replace(
+            generation,
+            ids=ids[:count],
+            logprobs=generation.logprobs[:count],
+            weight_version=versions if isinstance(versions, int) else versions[:count],
+            experts=None if experts is None else experts[: len(node.branch.ids) + count],
+            allowed=None if generation.allowed is None else generation.allowed[:count],
+        ), parsed
+
+    async def _generate(self, node: Node, call: Call, feed: Feed | None) -> tuple[Generation, str | None]:
+        """What was sampled, and which string of `call.stop` ended it. Raises EngineError, also for an answer
+        that does not hold together."""
         limits, engine, branch = self.limits, self.engine, node.branch
         ids: Sequence[int] = keyed(branch.ids, branch.images).tolist() if branch.images else branch.ids
-        most = min(limits.max_tokens, engine.max_context)
+        most = self.context
         room = min(limits.max_turn_tokens, most - len(ids), call.max_tokens or limits.max_turn_tokens)
         if room <= 0:
             raise self.too_long(
                 f"the prompt has {len(ids)} tokens, of {most} (rollout.max_tokens, the model's context)"
             )
         sampling = self.sampling(node, room)
+        if call.must_call or call.schema is not None:
+            sampling = replace(sampling, constraint=self._constraint(call))
         deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, branch.name)
         try:
-            generation = await engine.generate(ids, sampling, branch.name, **self._listening(node, feed))
+            listener = self._listener(node, feed)
+            watch = StopWatch(call.stop, self.chat.decode, listener, lambda: engine.abort(branch.name))
+            listener = watch.add if call.stop and engine.streams else listener
+            told = {} if listener is None else {"on_tokens": listener}
+            generation = await engine.generate(ids, sampling, branch.name, **told)
         finally:
             deadline.cancel()
         count, versions = len(generation.ids), generation.weight_version
@@ -233,7 +327,21 @@ class TreeEndpoint(ABC):
             raise EngineError(f"{count} ids came where 1 to {room} were asked for")
         if len(generation.logprobs) != count or not (isinstance(versions, int) or len(versions) == count):
             raise EngineError(f"{count} ids came with another number of logprobs or weight versions")
-        return generation
+        return (watch.cut(generation), watch.stop) if call.stop else (generation, None)
+
+    def _constraint(self, call: Call) -> Constraint:
+        """What an answer must look like that is forced. Raises GatewayError where it cannot be."""
+        forced = "tool_choice" if call.must_call else "the format of the answer (a JSON schema)"
+        if not self.engine.constrains:
+            raise GatewayError(f"{forced}: the engine of this run cannot keep to it; leave it out")
+        if not isinstance(self.chat, Constraining):
+            raise GatewayError(f"{forced}: this model's chat cannot be held to it; leave it out")
+        offered = call.tools if call.may_call else ()
+        tools = [tool for tool in offered if not call.must_call or tool["function"]["name"] in call.must_call]
+        try:
+            return self.chat.constraint(None if call.must_call else call.schema, tools)
+        except UserError as error:
+            raise GatewayError(f"{forced}: {error}") from None
 
     def _tokens(self, generation: Generation) -> list[tuple[str, float]]:
         decode = self.chat.decode
@@ -342,7 +450,7 @@ class AgentDriver(Driver):
         plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
         request = AgentRequest(plain.id, task, sample, seed=plain.seed, opening=plain.opening)
         request.tree = ConversationTree(plain.id, self._chat, self.section.history)
-        request.train_auxiliary = self.section.train_auxiliary
+        request.train = self.section.train
         return request
 
     async def checked(self, given: object, what: str = "messages") -> list[Message]:
@@ -391,7 +499,7 @@ class AgentDriver(Driver):
         request.held.append((f"agent {self._agent.name}", lambda: self._agent.release(outcome)))
 
     def _client(self, request: AgentRequest, rollout: Rollout, opening: tuple[Message, ...], key: str) -> AgentClient:
-        url = self._gateway.url
+        url = self._gateway.sandbox_url if self.section.sandbox else self._gateway.url
         return AgentClient(
             base_url=f"{url}/v1",
             anthropic_url=url,
@@ -411,7 +519,21 @@ class AgentDriver(Driver):
             self._forget_id(request, branch.name)
 
 
+def _without_calls(parsed: ParsedTurn) -> ParsedTurn:
+    """A turn whose calls are part of its text, as the model wrote them."""
+    written = dict.fromkeys(call.raw for call in parsed.calls)
+    return replace(parsed, content="\n".join([*([parsed.content] if parsed.content else []), *written]), calls=())
+
+
+def _repeated(message: Message, stop: str | None) -> list[Message]:
+    """How an agent may repeat an answer that a stop string ended: with the string, without white space."""
+    if stop is None:
+        return []
+    text = str(message["content"])
+    return [{**message, "content": content} for content in (text + stop, text.strip(), text.strip() + stop)]
+
+
 @lru_cache
 def _public(request_id: str) -> str:
-    """Return a rollout's id as ids of completions begin with it: letters, digits and dashes alone."""
+    """A rollout's id as ids of completions begin with it: letters, digits and dashes alone."""
     return "".join(c if c.isalnum() and c.isascii() else "-" for c in request_id)

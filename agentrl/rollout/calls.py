@@ -14,10 +14,16 @@ from agentrl.errors import contained, describe, message_of, nearest
 from agentrl.images import STORE, ImageError, hashes, in_image_thread
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Converse, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
-from agentrl.recipe.schema import RolloutSection
-from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
+from agentrl.recipe.sections.rollout import RolloutSection
+from agentrl.rollout.deadline import (
+    CancelledFromWithinError,
+    DeadlineExceededError,
+    DeadlineTimer,
+    StateChangedError,
+)
 from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest, Conversation
+from agentrl.secrets import without_known
 from agentrl.trajectory import Boundary, ToolUse
 
 _NAME = 64  # characters of a tool's name, as a model may write it, that are kept
@@ -57,7 +63,7 @@ class Answer:
     broken: Exception | None = None
 
     def message(self, text: str) -> Message:
-        """Return the tool's message, with `text` bounded already."""
+        """The tool's message, with `text` bounded already."""
         images = self.response.images
         parts = [{"type": "text", "text": text}, *({"type": "image", "image": i} for i in images)] if images else text
         return {"role": "tool", "content": parts, "tool_call_id": self.call_id, "name": self.name}
@@ -77,12 +83,12 @@ class Answers:
 
 
 def call_id(call: ParsedCall, turn: int, index: int) -> str:
-    """Return the id of a call, in the assistant's message and in the tool's: the model's own where it wrote one."""
+    """The id of a call, in the assistant's message and in the tool's: the model's own where it wrote one."""
     return call.id or f"call_{turn}_{index}"
 
 
 def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
-    """Return what the model said in its `turn`-th turn. Arguments that cannot be read stand there as they were
+    """What the model said in its `turn`-th turn. Arguments that cannot be read stand there as they were
     written."""
     message: Message = {"role": "assistant", "content": parsed.content}
     if parsed.reasoning is not None:
@@ -100,7 +106,7 @@ def assistant_message(parsed: ParsedTurn, turn: int) -> Message:
 
 
 def bounded(parsed: ParsedTurn) -> ParsedTurn:
-    """Return `parsed`, with an error for each call whose arguments are nested too deeply for the code that they go
+    """`parsed`, with an error for each call whose arguments are nested too deeply for the code that they go
     through."""
     if not any(_may_be_deep(call) for call in parsed.calls):
         return parsed
@@ -122,7 +128,7 @@ def _shallow(call: ParsedCall) -> ParsedCall:
 
 
 def as_text(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages as a model that reads text only gets them: a tool's images are named, not shown."""
+    """The messages as a model that reads text only gets them: a tool's images are named, not shown."""
     if not any(m["role"] == "tool" and isinstance(m["content"], list) for m in messages):
         return messages
     return [_named_images(m) if m["role"] == "tool" and isinstance(m["content"], list) else m for m in messages]
@@ -251,7 +257,7 @@ class Caller:
                 converse = self._conversing(request, talk, answer, deadline)
                 arguments = {**arguments, "converse": converse}
             _take(answer, await timer.wait(tool.execute(request.session_of(tool), **arguments), deadline))
-        except (InfrastructureError, CancelledFromWithinError) as error:
+        except (InfrastructureError, CancelledFromWithinError, StateChangedError) as error:
             answer.broken = error
         except DeadlineExceededError as error:  # it may have said on its way out what held it up
             if isinstance(error.__cause__, InfrastructureError):
@@ -275,7 +281,7 @@ class Caller:
     def _prepare(
         self, request: AsyncRolloutRequest, talk: Conversation, call: ParsedCall, turn: int, index: int
     ) -> Answer:
-        """Return an answer that says what is wrong with the call, or one that is ready to run."""
+        """An answer that says what is wrong with the call, or one that is ready to run."""
         name = call_id(call, turn, index)
         if call.error is not None:
             return _wrong(call, name, call.error)
@@ -296,7 +302,7 @@ class Caller:
     def _failed(self, answer: Answer, error: Exception) -> None:
         """Turn what a tool raised into what the model reads."""
         if isinstance(error, ArgumentError):
-            side, what = "model", message_of(error)
+            side, what = "model", without_known(message_of(error))
         elif isinstance(error, DeadlineExceededError):
             side, what = "tool", f"it did not answer within {self._limits.tool_timeout:g} seconds"
             answer.late = True
@@ -305,7 +311,7 @@ class Caller:
         answer.text, answer.response, answer.error = f"Error: {what}", _EMPTY, f"{side}: {_line(what)}"
 
     def _refusal(self, calls: Sequence[ParsedCall], name: str, exhausted: bool) -> Answer:
-        """Return one message for all the calls that are not run."""
+        """One message for all the calls that are not run."""
         limits = self._limits
         most = f"{limits.max_tool_calls} in all" if exhausted else f"{limits.max_tool_calls_per_turn} a turn"
         what = "1 call was" if len(calls) == 1 else f"{len(calls)} calls were"
@@ -354,20 +360,20 @@ class Caller:
 def _take(answer: Answer, result: object) -> None:
     """Take what the tool returned. Raises TypeError where its contract does not allow it."""
     if isinstance(result, str):
-        answer.text = result
+        answer.text = without_known(result)
         return
     if not isinstance(result, ToolResponse) or not isinstance(result.text, str):
         kind = type(result.text if isinstance(result, ToolResponse) else result).__name__
         raise TypeError(f"the tool returned {kind}, not text")
     if result.metrics or result.images:
         result = replace(result, metrics=_metrics(result.metrics), images=tuple(result.images or ()))
-    answer.text, answer.response = result.text, result
+    answer.text, answer.response = without_known(result.text), result
     if result.error:
-        answer.error = f"model: {_line(result.text)}"
+        answer.error = f"model: {_line(answer.text)}"
 
 
 def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return numbers that can be added up and written down, by name. Raises TypeError and ValueError."""
+    """Numbers that can be added up and written down, by name. Raises TypeError and ValueError."""
     checked = {}
     for key, value in metrics.items():
         if not isinstance(key, str):
@@ -381,6 +387,7 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _line(text: str) -> str:
+    text = without_known(text)
     return text[: 4 * _LINE].strip().split("\n", 1)[0][:_LINE]
 
 
@@ -389,7 +396,7 @@ def _wrong(call: ParsedCall, name: str, what: str) -> Answer:
 
 
 def bound_text(text: str, limit: int, encode: Callable[[str], Sequence[int]]) -> str:
-    """Return `text`, at most `limit` tokens long: a longer one loses its middle, and a note there says how many
+    """`text`, at most `limit` tokens long: a longer one loses its middle, and a note there says how many
     characters.
 
     `encode` sees at most _WINDOW x `limit` characters at once, so ten megabytes cost what ten kilobytes cost.

@@ -4,26 +4,26 @@ from collections.abc import Sequence
 
 from agentrl.images import hashes
 from agentrl.plugins.types import Message
-from agentrl.recipe.schema import CompactSection
+from agentrl.recipe.sections.rollout import CompactSection
 
 COUNTS = ("compactions", "compactions_failed")
 """In `Trajectory.extra`: summaries that were written, and those that could not be gone on from."""
 
 
 def threshold(section: CompactSection, most: int) -> float:
-    """Return the tokens from which on a conversation that may have `most` is to be summarized."""
+    """The tokens from which on a conversation that may have `most` is to be summarized."""
     return section.at if section.at > 1 else section.at * most
 
 
 def asked(section: CompactSection, replies: Sequence[Message]) -> list[Message]:
-    """Return what tools or environment said, and that a summary is wanted."""
+    """What tools or environment said, and that a summary is wanted."""
     return said_by_user(replies, section.prompt)
 
 
 def reopened(
     section: CompactSection, opening: Sequence[Message], summary: str, messages: Sequence[Message]
 ) -> list[Message]:
-    """Return the messages that a conversation goes on from. messages: what it was, whose images are gone but for those
+    """The messages that a conversation goes on from. messages: what it was, whose images are gone but for those
     of the opening: that is told in words."""
     text = section.resume.replace("{summary}", summary)
     if gone := len(hashes(messages)) - len(hashes(opening)):
@@ -32,7 +32,7 @@ def reopened(
 
 
 def said_by_user(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages with a text of the user's at their end: in the last of them where that is the user's, since
+    """The messages with a text of the user's at their end: in the last of them where that is the user's, since
     many templates want users and assistants to alternate."""
     if not messages or messages[-1]["role"] != "user":
         return [*messages, {"role": "user", "content": text}]

@@ -9,10 +9,10 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
-from agentrl.chat.base import Chat, images_in
+from agentrl.chat.base import Chat, Completing, images_in
 from agentrl.chat.image_chat import moved
 from agentrl.engine.base import Generation
 from agentrl.errors import UserError
@@ -22,7 +22,10 @@ from agentrl.plugins.types import Json, Message
 from agentrl.trajectory import Segment, Turn
 
 Key = bytes
+Train = Literal["all", "tools"]
+"""See `agent.train`."""
 _RELATIVES = 64
+_LEAST = 64  # characters that a message costs besides its own
 
 
 @dataclass(slots=True, eq=False)
@@ -81,10 +84,23 @@ class Node:
     """The sampled message."""
     reward: float = 0.0
     """Step rewards of its tool calls."""
-    lost: bool = False
-    """Whether nobody was there any more to receive the answer."""
+    cut: bool = False
+    """Whether the engine sampled further than the tokens that are kept."""
+    train: bool | None = None
+    """Whether the agent wants it trained; None: as the recipe says."""
+    role: str = ""
+    """The seat that it was called for; empty: the rollout's own."""
+    sent: int = 1
+    """How often the agent sent the call."""
+    losses: int = 0
+    """To how many of them nobody was there any more to receive the answer."""
     continued: bool = False
     """Whether a later call goes on from it, or repeats its answer."""
+
+    @property
+    def received(self) -> bool:
+        """Whether somebody received the answer: a later call that goes on from it shows that, too."""
+        return self.losses < self.sent or self.continued
 
     @property
     def ids(self) -> list[int]:
@@ -113,9 +129,53 @@ class Counts:
     retries: int = 0
     """Calls that an SDK sent again, which got the answer of the first."""
     auxiliary: int = 0
-    """Calls that are not trained."""
+    """Answers that are not trained."""
+    unreceived: int = 0
+    """Those of them that nobody received."""
+    unproven: int = 0
+    """Those that were constrained by ids that the engine does not tell."""
+    ignored: int = 0
+    """Fields of calls that were ignored."""
     dropped_thinking: int = 0
     """Calls that go on from thinking which the chat template would leave out by then."""
+
+
+@dataclass(slots=True)
+class Sought:
+    """A call, and where its history was found."""
+
+    call: Call
+    """What the agent sent."""
+    keys: list[Key]
+    """See `Node.keys`."""
+    parent: Node | None
+    """The call whose answer it goes on from; None: it goes on from none."""
+    length: int
+    """Messages up to that answer."""
+    chat: Chat
+    """Lays it out."""
+
+    @property
+    def work(self) -> int:
+        """Characters that laying out its prompt goes through, about."""
+        if self.parent is None or self.chat.rewrites_history is not None:  # also of a prompt as it stands
+            return self.call.size
+        return sum(_LEAST + len(message["content"] or "") for message in self.call.messages[self.length :])
+
+
+class Placed(NamedTuple):
+    """Where a call stands in the tree, and its prompt."""
+
+    call: Call
+    """As it is kept."""
+    parent: Node | None
+    """See `Node.parent`."""
+    given: Given
+    """See `Node.given`."""
+    keys: list[Key]
+    """See `Node.keys`."""
+    dropped: bool
+    """Whether the template would have dropped thinking of its history."""
 
 
 @dataclass(slots=True)
@@ -145,14 +205,15 @@ class ConversationTree:
         """The calls that have an answer, in the order in which they began."""
         return [node for node in self.nodes if node.generation is not None]
 
-    def add(self, call: Call) -> Node:
-        """Return a new node for a call, its prompt laid out in `node.branch.ids`. Raises UserError: the chat template
-        cannot express the messages."""
-        parent, given, keys, dropped = self._place(call)
+    def add(self, call: Call, placed: "Placed | None" = None) -> Node:
+        """A new node for a call, its prompt laid out in `node.branch.ids`. placed: what `place` returned, if it
+        was called already. Raises UserError: the chat template cannot express the messages."""
+        call, parent, given, keys, dropped = placed or self.place(self.seek(call))
         self.counts.dropped_thinking += dropped
         node = Node(len(self.nodes), parent, self._branch(parent, given), given, call, keys)
-        forked = parent is None or node.branch is not parent.branch
+        forked = parent is None or (node.branch is not parent.branch and len(parent.branch.ids) != parent.end)
         self.counts.calls += 1
+        self.counts.ignored += len(call.ignored)
         self.counts.forks += forked and bool(self.nodes)
         if parent is not None:
             parent.continued = True
@@ -162,24 +223,27 @@ class ConversationTree:
         return node
 
     def relatives(self, node: Node) -> list[str]:
-        """Return names of branches that may begin like that of `node`: its parent's, and the latest others."""
+        """Names of branches that may begin like that of `node`: its parent's, and the latest others."""
         names = [branch.name for branch in self.branches[-_RELATIVES:]]
         parent = [node.parent.branch.name] if node.parent is not None else []
         return [name for name in dict.fromkeys([*parent, *names]) if name != node.branch.name]
 
     def measure(self, call: Call) -> int:
-        """Return the tokens that the prompt of a call would have, without adding it."""
-        parent, given, _, _ = self._place(call)
+        """The tokens that the prompt of a call would have, without adding it."""
+        _, parent, given, _, _ = self.place(self.seek(call))
         return (parent.end if parent is not None else 0) + len(given.ids)
 
-    def answer(self, node: Node, generation: Generation, message: Message) -> None:
-        """Write down what was sampled for a node."""
+    def answer(self, node: Node, generation: Generation, message: Message, repeated: Sequence[Message] = ()) -> None:
+        """Write down what was sampled for a node. repeated: other forms in which an agent may repeat `message`."""
         node.branch.ids.fromlist(generation.ids)
         self.tokens += len(generation.ids)
         node.end, node.generation, node.answer = len(node.branch.ids), generation, message
-        canonical = _canonical(message)
-        self._by_key.setdefault(_digest(node.keys[-1], canonical), []).append(node)
-        self._answers[canonical] = node
+        self.counts.unproven += not generation.trainable
+        if node.call.prompt is not None:  # no message goes on from it
+            return
+        for canonical in dict.fromkeys(map(_canonical, (message, *repeated))):
+            self._by_key.setdefault(_digest(node.keys[-1], canonical), []).append(node)
+            self._answers[canonical] = node
 
     def give_up(self, node: Node) -> None:
         """Take back the prompt of a call that came to nothing, so that another can go on from its parent."""
@@ -190,7 +254,7 @@ class ConversationTree:
             branch.images = [span for span in branch.images if span.start < start]
 
     def _branch(self, parent: Node | None, given: Given) -> Branch:
-        if parent is not None and len(parent.branch.ids) == parent.end:
+        if parent is not None and len(parent.branch.ids) == parent.end and not parent.cut:
             branch = parent.branch
         else:
             branch = Branch(f"{self.name}/{len(self.branches)}" if self.branches else self.name)
@@ -201,28 +265,65 @@ class ConversationTree:
         branch.add(given)
         return branch
 
-    def _place(self, call: Call) -> tuple[Node | None, Given, list[Key], bool]:
-        """Return the parent of a call, the tokens that follow it, the keys of the call, and whether the template would
-        have dropped thinking of its history."""
+    def seek(self, call: Call) -> "Sought":
+        """The call whose answer a call goes on from. Raises UserError: it ends with an assistant's message."""
+        if call.prompt is not None:
+            return Sought(call, [], None, 0, self.chat)
         messages = call.messages
         if not messages or messages[-1]["role"] == "assistant":
             raise UserError("the last message must be one that the model answers, not an assistant's")
         keys = self._keys(call)
         for length in range(len(messages) - 1, 0, -1):
-            found = self._by_key.get(keys[length])
-            if found:
-                parent = _told_apart(found, messages[length - 1])
-                if (given := self._following(parent.ids, messages[length:])) is not None:
-                    written = self._without_thinking(parent, given.ids, call)
-                    if written is None or self.history == "sampled":
-                        return parent, given, keys, written is not None
-                    parent.continued = True
-                    return None, written, keys, True
-                break
-        return None, self._from_nothing(messages, call.tools), keys, False
+            if found := self._by_key.get(keys[length]):
+                return Sought(call, keys, _told_apart(found, messages[length - 1]), length, self.chat)
+        return Sought(call, keys, None, 0, self.chat)
+
+    def place(self, sought: "Sought") -> "Placed":
+        """The parent of a call, the tokens that follow it, the keys of the call, and whether the template would
+        have dropped thinking of its history. It changes nothing that a call in another thread relies on."""
+        call, parent = sought.call, sought.parent
+        if call.prompt is not None:
+            return self._place_prompt(call, call.prompt)
+        if parent is not None and (given := self._following(parent.ids, call.messages[sought.length :])) is not None:
+            written = self._without_thinking(parent, given.ids, call)
+            if written is None or self.history == "sampled":
+                return Placed(call, parent, given, sought.keys, written is not None)
+            parent.continued = True
+            return Placed(call, None, written, sought.keys, True)
+        return Placed(call, None, self._from_nothing(call.messages, call.tools), sought.keys, False)
+
+    def _place_prompt(self, call: Call, prompt: str | tuple[int, ...]) -> "Placed":
+        """What `place` does, for a prompt as it stands: it goes on from the longest path that it begins with,
+        token by token, or, where it is text, as the path's own texts say it."""
+        if not isinstance(self.chat, Completing):
+            raise UserError("prompt: this model takes messages, not prompts")
+        parent, rest, longest = None, prompt, 0
+        for node in self.answered:
+            if node.call.prompt is not None and node.end > longest:
+                left = self._behind(node, prompt)
+                if left is not None:
+                    parent, rest, longest = node, left, node.end
+        ids = self.chat.encode_prompt(rest) if rest else []
+        if parent is None and not ids:
+            raise UserError("prompt: it has no token")
+        said = rest if isinstance(rest, str) else self.chat.decode(rest)
+        before = parent.conversation if parent is not None else ()
+        new: tuple[Message, ...] = ({"role": "user", "content": said},) if said else ()
+        return Placed(replace(call, messages=(*before, *new)), parent, Given(ids), [], False)
+
+    def _behind(self, node: Node, prompt: str | tuple[int, ...]) -> str | tuple[int, ...] | None:
+        """What a prompt adds to the path of a node; None: it does not begin with that."""
+        if not isinstance(prompt, str):
+            path = node.branch.ids[: node.end]
+            return prompt[node.end :] if len(prompt) >= node.end and array("i", prompt[: node.end]) == path else None
+        whole = self.chat.decode(node.branch.ids[: node.end].tolist())
+        if isinstance(node.call.prompt, str) and node.answer is not None:  # as it was written
+            stop = self.chat.decode(node.ids[-1:]) if node.ids[-1] in self.chat.stop_ids else ""
+            whole = f"{node.call.prompt}{node.answer['content']}{stop}"
+        return prompt[len(whole) :] if prompt.startswith(whole) else None
 
     def _without_thinking(self, parent: Node, given: Sequence[int], call: Call) -> Given | None:
-        """Return the prompt as the template writes it, where that lacks thinking which stands in the path of `parent`;
+        """The prompt as the template writes it, where that lacks thinking which stands in the path of `parent`;
         None: it lacks none."""
         messages, thoughts = list(call.messages), list[str]()
         node: Node | None = parent
@@ -241,7 +342,7 @@ class ConversationTree:
         return written if any(path.count(one) > text.count(one) for one in thoughts) else None
 
     def _keys(self, call: Call) -> list[Key]:
-        """Return the key of the conversation before each message, and of all of it."""
+        """The key of the conversation before each message, and of all of it."""
         known = self._by_call.get(id(call.earlier)) if call.earlier is not None else None
         keys = [_digest(b"", _written(call.tools))] if known is None else known.keys.copy()
         for message in call.messages[len(keys) - 1 :]:
@@ -249,12 +350,12 @@ class ConversationTree:
         return keys
 
     def _opened(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Given:
-        """Return messages as the template writes them."""
+        """Messages as the template writes them."""
         ids = self.chat.render(messages, tools)
         return Given(list(ids), images_in(self.chat, ids, messages))
 
     def _from_nothing(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> Given:
-        """Return the tokens of a conversation of which nothing was sampled here, or not in this order."""
+        """The tokens of a conversation of which nothing was sampled here, or not in this order."""
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         if first and first < len(messages) and (node := self._answers.get(_canonical(messages[first]))):
             rest = self._following(node.ids, messages[first + 1 :])
@@ -267,7 +368,7 @@ class ConversationTree:
         return self._opened(messages, tools)
 
     def _following(self, turn: Sequence[int], messages: Sequence[Message]) -> Given | None:
-        """Return the tokens of `messages` after the sampled turn `turn`; answers among them that were sampled here keep
+        """The tokens of `messages` after the sampled turn `turn`; answers among them that were sampled here keep
         their tokens. None: one of them was not, or the chat cannot go on with such messages."""
         try:
             return self._bridged(turn, messages)
@@ -298,30 +399,35 @@ class ConversationTree:
         ids = self.chat.bridge(turn, messages)
         given.add(ids, images_in(self.chat, ids, messages))
 
-    def segments(self, train_auxiliary: bool = False) -> Iterator[tuple[Node, Segment, Turn]]:
-        """Yield each answered call, its segment and its turn, in the order in which the calls began."""
+    def segments(self, train: Train = "all") -> Iterator[tuple[Node, Segment, Turn]]:
+        """Yield each answered call, its segment and its turn, in the order in which the calls began. train: see
+        `agent.train`."""
         places: dict[int, int] = {}
-        auxiliary = set() if train_auxiliary else set(map(id, self.auxiliary()))
         at = 0
         for node in self.answered:
             start = at + len(node.given.ids)
             end = start + len(node.ids)
             parent = places[node.parent.index] if node.parent is not None else -1
             places[node.index] = len(places)
-            yield node, Segment(at, end, parent), Turn(start, end, node.reward, id(node) not in auxiliary)
+            why = untrained(node, train)
+            turn = Turn(start, end, node.reward, not why, role=node.role, asked=node.call.asked, untrained=why)
+            yield node, Segment(at, end, parent), turn
             at = end
 
-    def auxiliary(self) -> Iterator[Node]:
-        """Yield the calls that are no part of what the rollout did: answers that no later call repeats, of calls that
-        offered no tools although others of the rollout did, or that nobody was there to receive."""
-        tools = any(node.call.tools for node in self.nodes)
-        for node in self.answered:
-            if not node.continued and ((tools and not node.call.tools) or node.lost):
-                yield node
+
+def untrained(node: Node, train: Train) -> str:
+    """Why an answer is not trained, as `Turn.untrained` has it; empty where it is."""
+    if not node.received:
+        return "unreceived"
+    if node.generation is not None and not node.generation.trainable:
+        return "unproven"
+    if node.train is not None:
+        return "" if node.train else "marked"
+    return "" if train == "all" or node.call.tools else "without_tools"
 
 
 def _told_apart(nodes: Sequence[Node], repeated: Message) -> Node:
-    """Return the node whose answer `repeated` repeats: by the ids of its calls where they tell, else the latest."""
+    """The node whose answer `repeated` repeats: by the ids of its calls where they tell, else the latest."""
     ids = _call_ids(repeated)
     return next((node for node in reversed(nodes) if node.answer and _call_ids(node.answer) == ids), nodes[-1])
 
@@ -335,7 +441,7 @@ def _after(key: Key, message: Message) -> Key:
 
 
 def _canonical(message: Message) -> bytes:
-    """Return what a message says, whatever an agent made of its form: ids, thinking and the order of keys left out.
+    """What a message says, whatever an agent made of its form: ids, thinking and the order of keys left out.
     Images are those of the store, so that one is the same whatever its file was."""
     content = message["content"]
     if isinstance(content, list):

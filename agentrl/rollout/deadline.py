@@ -7,6 +7,7 @@ moves later costs nothing: the timer that is set fires, sees that it came early 
 import asyncio
 import logging
 import math
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -38,6 +39,28 @@ class CancelledFromWithinError(PlainError):
 
     def __init__(self) -> None:
         super().__init__("it cancelled the task that it runs in, which is not its own (a cancel scope left open?)")
+
+
+class StateChangedError(PlainError):
+    """The awaited work changed a setting of torch that the whole process has. It is set back."""
+
+
+def _settings() -> tuple[Any, bool] | None:
+    """Torch's default type, and whether gradients are computed; None where torch is not in use."""
+    torch = sys.modules.get("torch")
+    return None if torch is None else (torch.get_default_dtype(), torch.is_grad_enabled())
+
+
+def _check_settings(before: tuple[Any, bool] | None) -> None:
+    """Set back what changed since. Raises StateChangedError where something did."""
+    if before is None or (now := _settings()) == before:
+        return
+    import torch
+
+    torch.set_default_dtype(before[0])
+    torch.set_grad_enabled(before[1])
+    what = "torch.set_default_dtype" if now is None or now[0] != before[0] else "torch.set_grad_enabled"
+    raise StateChangedError(f"it changed {what} for the whole process, and did not set it back")
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +122,7 @@ class DeadlineTimer:
         self.expired = False  # whether the last `wait` ran into its deadline
 
     async def wait(self, work: Awaitable[T], when: float, gentle: Callable[[], None] | None = None) -> T:
-        """Return the result of `work`, cancelled at `when` (seconds of time.monotonic) and every GRACE seconds again.
+        """The result of `work`, cancelled at `when` (seconds of time.monotonic) and every GRACE seconds again.
 
         gentle: called first, once; the cancellation follows GRACE seconds later where that did not end it. Raises what
         the work raises, by `contained`; DeadlineExceededError when it was cancelled here; SelfCancelledError when it
@@ -109,9 +132,11 @@ class DeadlineTimer:
         self._cancels, self._base = 0, self._task.cancelling()
         if when < self._armed:
             self._arm(when)
+        settings = _settings()
         try:
             try:
                 result = await work
+                _check_settings(settings)
             finally:
                 self._when = math.inf
         except asyncio.CancelledError as error:
@@ -138,7 +163,7 @@ class DeadlineTimer:
         return result
 
     async def _cancelled_within(self) -> bool:
-        """Return whether the work cancelled this task and left before that came to it: then it comes here, and is done
+        """Whether the work cancelled this task and left before that came to it: then it comes here, and is done
         with. Raises CancelledError where it came from outside."""
         if self._own is None or self._task.cancelling() <= self._base:
             return False

@@ -20,8 +20,8 @@ from agentrl.images import ImageSpan, all_stored, check_count, hashes, keyed, wi
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
-from agentrl.plugins.types import ArgumentError, Conversed, InfrastructureError, Json, Message, Task
-from agentrl.recipe.schema import CompactSection, RolloutSection
+from agentrl.plugins.types import ArgumentError, Conversed, InfrastructureError, Json, Message, Reply, Task
+from agentrl.recipe.sections.rollout import CompactSection, RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.compaction import COUNTS, asked, reopened, threshold
@@ -48,7 +48,7 @@ _log = logging.getLogger("agentrl.rollout")
 
 
 def takes_images(engine: Engine, chat: Chat) -> bool:
-    """Return whether messages may hold images."""
+    """Whether messages may hold images."""
     return chat.images and (engine.images or not isinstance(chat, Seeing))
 
 
@@ -98,7 +98,7 @@ class Driver:
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
     ) -> AsyncRolloutRequest:
-        """Return a new request. Its tokens depend on `seed` (the run's and the step's), task, sample and attempt alone.
+        """A new request. Its tokens depend on `seed` (the run's and the step's), task, sample and attempt alone.
 
         opening: shared by the samples of a task, so that their prompt is rendered once.
         """
@@ -225,18 +225,18 @@ class Driver:
         request.at = _DRIVER
 
     def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[ImageSpan]:
-        """Return where the images of messages stand in their ids."""
+        """Where the images of messages stand in their ids."""
         return () if self._seeing is None else self._seeing.images_in(ids, messages)
 
     async def checked(self, given: object, what: str = "messages") -> list[Message]:
-        """Return messages of an environment or a tool, with their images in the store. Raises PluginError, and
+        """Messages of an environment or a tool, with their images in the store. Raises PluginError, and
         ImageError for what is no image, or none that the model takes, and for more than a conversation may hold."""
         messages = hooks.checked_messages(given, what)
         check_count(messages, self._limits.max_images)
         return await self._shown(messages)
 
     async def _shown(self, messages: list[Message]) -> list[Message]:
-        """Return messages with their images in the store. Raises as `checked`."""
+        """Messages with their images in the store. Raises as `checked`."""
         if self._seeing is not None:
             return await all_stored(messages, self._seeing.image_tokens)
         if self._blind and hashes(messages):
@@ -244,20 +244,20 @@ class Driver:
         return messages
 
     def _offered(self, talk: Conversation) -> list[dict[str, Json]]:
-        """Return the schemas of a conversation's tools."""
+        """The schemas of a conversation's tools."""
         return [self._schemas[name] for name in talk.tools]
 
     def _most(self, talk: Conversation) -> int:
-        """Return the tokens that a conversation may have."""
+        """The tokens that a conversation may have."""
         most = min(self._limits.max_tokens, self._engine.max_context)
         return min(most, talk.max_tokens) if talk.max_tokens else most
 
     def _room(self, request: AsyncRolloutRequest, talk: Conversation) -> int:
-        """Return the tokens that a conversation may still have."""
+        """The tokens that a conversation may still have."""
         return self._within_total(request, self._most(talk) - len(talk.ids))
 
     def _within_total(self, request: AsyncRolloutRequest, room: int) -> int:
-        """Return `room`, or what is left of the tokens of all conversations together where that is less."""
+        """`room`, or what is left of the tokens of all conversations together where that is less."""
         total = self._limits.max_total_tokens
         return room if total is None else min(room, total - request.total_tokens - request.promised)
 
@@ -290,7 +290,7 @@ class Driver:
         return finish if finish is not None else self._add_replies(request, talk, turn_ids, replies)
 
     def _state_of(self, request: AsyncRolloutRequest) -> str:
-        """Return the environment's name of the state that a turn begins in."""
+        """The environment's name of the state that a turn begins in."""
         request.at = Boundary.ENVIRONMENT, f"{self._environment.name}.state_key"
         found = self._environment.state_key(request.session_of(self._environment))
         if not isinstance(found, str):
@@ -329,7 +329,7 @@ class Driver:
         return self._chat.bridge(turn_ids, replies if self._shows else as_text(replies))
 
     def _fitted(self, turn_ids: list[int], replies: list[Message], room: int) -> tuple[list[Message], list[int]]:
-        """Return the replies and their ids. Where they do not fit, their images are left out, the last first, which is
+        """The replies and their ids. Where they do not fit, their images are left out, the last first, which is
         told in words."""
         said, added = replies, self._bridge(turn_ids, replies)
         while self._seeing is not None and len(added) >= room and (shorter := without_last_image(said)) is not None:
@@ -337,7 +337,7 @@ class Driver:
         return (said, added) if len(added) < room else (replies, added)
 
     def _summary_due(self, section: CompactSection, request: AsyncRolloutRequest, talk: Conversation, new: int) -> bool:
-        """Return whether a conversation that `new` tokens are added to is to be summarized: it nears its limit, and
+        """Whether a conversation that `new` tokens are added to is to be summarized: it nears its limit, and
         both the summary and a turn after it are allowed."""
         if len(talk.ids) + new < threshold(section, self._most(talk)) or request.summaries >= section.most:
             return False
@@ -366,7 +366,7 @@ class Driver:
     async def _sample(
         self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer, deadline: float
     ) -> Generation | None:
-        """Return the engine's answer, in the conversation already; None when it had to be cancelled."""
+        """The engine's answer, in the conversation already; None when it had to be cancelled."""
         limits, engine = self._limits, self._engine
         room = min(limits.max_turn_tokens - talk.turn_tokens, self._room(request, talk))
         sampling = Sampling(
@@ -451,6 +451,9 @@ class Driver:
                 raise
             return [], FinishReason.TIMEOUT
         request.waited("environment", started)
+        if not isinstance(reply, Reply):
+            kind = type(reply).__name__
+            raise hooks.PluginError(f"it returned {kind}, not a Reply; Reply(done=True) ends the episode")
         if reply.reward is not None:
             request.add_step_reward(hooks.finite(reply.reward, "step"))
         messages = await self._shown(self._fewer(request, hooks.checked_messages(reply.messages)))
@@ -462,7 +465,7 @@ class Driver:
         return messages, None
 
     def _fewer(self, talk: Conversation, messages: list[Message]) -> list[Message]:
-        """Return messages with no more images than the conversation may hold, the last left out, which is told in
+        """Messages with no more images than the conversation may hold, the last left out, which is told in
         words."""
         most = self._limits.max_images - len(hashes(talk.messages))
         while len(hashes(messages)) > max(0, most) and (fewer := without_last_image(messages)) is not None:
@@ -518,7 +521,7 @@ class Driver:
             _log.warning("%s: engine.finish: %s", request_id, line)
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
-        """Return the trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
+        """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
         if self._limits.compact is not None:
             request.extra |= dict(zip(COUNTS, (request.summaries, request.summaries_failed), strict=True))
         trajectory = request.trajectory(self._weights)
@@ -536,7 +539,7 @@ class Driver:
         return trajectory
 
     def _around(self, trajectory: Trajectory, token: int) -> str:
-        """Return the tokens around one, as ids and as text."""
+        """The tokens around one, as ids and as text."""
         ids = [int(i) for i in trajectory.ids[max(0, token - _AROUND) : token + _AROUND]]
         try:
             text = repr(self._chat.decode(ids))

@@ -7,17 +7,21 @@ of tasks and callbacks that a plugin starts itself.
 
 import asyncio
 import logging
+import sys
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
-from agentrl.errors import describe, from_signal
+from agentrl.errors import UserError, describe, from_signal, is_own, signal_handlers
 from agentrl.rollout.deadline import GRACE, leave_behind
-from agentrl.rollout.watchdog import Watchdog
+from agentrl.rollout.watchdog import Ending, Watchdog
 from agentrl.threads import Abandoned, DaemonThreads
 
 T = TypeVar("T")
 _THREADS = 32  # calls of `asyncio.to_thread` at once
+_OURS = str(Path(__file__).parents[1])
 _ROUNDS = 3  # times that what still runs at the end is cancelled
 _log = logging.getLogger("agentrl.plugins")
 
@@ -43,16 +47,84 @@ def blocking(work: Callable[[], T]) -> T:
         thread.shutdown(wait=False)
 
 
+def _caller() -> str | None:
+    """The function of a plugin that calls this one's caller, and its line; None where none does: where a signal
+    came in the midst of it, its handler does."""
+    handlers = signal_handlers()
+    for frame, line in traceback.walk_stack(sys._getframe(2)):
+        code = frame.f_code
+        if is_own(code.co_filename):
+            return f"{code.co_qualname} ({Path(code.co_filename).name}:{line})"
+        if code.co_filename.startswith(_OURS) or code in handlers:
+            return None
+    return None
+
+
+class _Work(asyncio.Task[Any]):
+    """The task that a loop is run for."""
+
+    canceller: str | None = None
+    """The function of a plugin that cancelled it."""
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        self.canceller = self.canceller or _caller()
+        return super().cancel(msg)
+
+
 class PluginProofLoop(asyncio.SelectorEventLoop):
     """An event loop that goes on when a task or a callback raises SystemExit or KeyboardInterrupt, unless it is the
     work that it runs, or a signal's handler, that raised it. Whoever awaits such a task is told as ever."""
 
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        super().__init__()
+
+    _work: "asyncio.Future[Any] | None" = None  # what `run_until_complete` runs
+
+    def stop(self) -> None:
+        """Stop, unless it is a plugin that asks for it while the work goes on: that is told, and nothing else."""
+        if self._work is None or self._work.done() or (whose := _caller()) is None:
+            super().stop()
+        else:
+            self._say(f"{whose} stops the event loop, which is not its own; the run goes on")
+
+    def create_task(self, coro: Any, **given: Any) -> "asyncio.Task[Any]":
+        """Make a task; the one that is run to its end remembers who cancelled it."""
+        if self.is_running():
+            return super().create_task(coro, **given)
+        return _Work(coro, loop=self, **given)
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Say in one line, once, what a task or a callback that nobody awaits has raised."""
+        error = context.get("exception")
+        if sys.is_finalizing():
+            return
+        if error is None:
+            super().call_exception_handler(context)
+            return
+        task = context.get("task") or context.get("future")
+        code = getattr(task.get_coro(), "cr_code", None) if isinstance(task, asyncio.Task) else None
+        what = f"a task in the background ({code.co_qualname})" if code is not None else "a callback in the background"
+        self._say(f"{what} raised {describe(error)}; nobody awaits it, and the run goes on")
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            _log.warning("%s", line)
+
     def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
         """Run the work to its end, whatever other tasks and callbacks raise; return its result."""
         work: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
+        self._work = work
         while True:
             try:
                 return super().run_until_complete(work)
+            except asyncio.CancelledError as error:
+                if not isinstance(work, _Work) or work.canceller is None:
+                    raise
+                raise UserError(
+                    f"{work.canceller} cancelled the task that the run is in, not one of its own"
+                ) from error
             except (SystemExit, KeyboardInterrupt) as error:
                 if from_signal(error):
                     raise
@@ -66,11 +138,12 @@ class PluginProofLoop(asyncio.SelectorEventLoop):
 
 class Runner:
     """An `asyncio.Runner` whose end waits neither for a thread that a plugin started by `asyncio.to_thread`, nor for a
-    task that ignores its cancellation. say: told of a plugin that holds up the loop (`Watchdog`)."""
+    task that ignores its cancellation. say: told of a plugin that holds up the loop (`Watchdog`). ending: how the run
+    ends where that lasts."""
 
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, say: Callable[[str], None] | None = None, ending: Ending | None = None) -> None:
         self._runner = asyncio.Runner(loop_factory=PluginProofLoop)
-        self._say = say
+        self._say, self._ending = say, ending
         self._threads: DaemonThreads | None = None
         self._watchdog: Watchdog | None = None
 
@@ -81,7 +154,7 @@ class Runner:
         self.close()
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop."""
+        """The event loop."""
         return self._runner.get_loop()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -90,7 +163,7 @@ class Runner:
             abandoned = Abandoned("asyncio.to_thread:", "give it a time-out of its own")
             self._threads = DaemonThreads("asyncio", _THREADS, abandoned)
             self.get_loop().set_default_executor(self._threads)
-            self._watchdog = Watchdog(self._say) if self._say is not None else None
+            self._watchdog = Watchdog(self._say, ending=self._ending) if self._say is not None else None
         if self._watchdog is None:
             return self._runner.run(work)
         with self._watchdog.over(self.get_loop()):

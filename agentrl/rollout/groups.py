@@ -28,11 +28,13 @@ class Contrast(StrEnum):
 
 
 def contrast(group: Group) -> Contrast:
-    """Return whether the rewards of the valid samples differ by 1e-9 or more."""
-    rewards = [t.reward for t in group.trajectories]
-    if len(rewards) < 2:
+    """Whether the rewards of the valid samples differ by 1e-9 or more, or those of a seat."""
+    if len(group.trajectories) < 2:
         return Contrast.FEW
-    return Contrast.EQUAL if max(rewards) - min(rewards) < 1e-9 else Contrast.VARIED
+    compared = [[t.reward for t in group.trajectories]]
+    for seat in {name for t in group.trajectories for name in t.seats}:
+        compared.append([t.seats[seat] for t in group.trajectories if seat in t.seats])
+    return Contrast.VARIED if any(max(one) - min(one) >= 1e-9 for one in compared) else Contrast.EQUAL
 
 
 _ALLOCATIONS = 500_000  # objects more than were freed, before the young ones are walked over
@@ -74,7 +76,7 @@ async def roll_out(
     on_group: Callable[[Group], None] | None = None,
     after: After | None = None,
 ) -> list[Group]:
-    """Return `n` samples of each task, in the order of `tasks`; no request waits for another's turn.
+    """`n` samples of each task, in the order of `tasks`; no request waits for another's turn.
 
     seed: of the run and the step; the same seed, weights and tasks give the same tokens where the engine does. Requests
     in flight and retries: `rollout.concurrency`, `rollout.retries`. only: of each task, the indices of the samples that
@@ -187,7 +189,7 @@ async def _sample(driver: Driver, group: _Growing, index: int, seed: Seed, flyin
 
 
 async def _score(driver: Driver, group: Group) -> Group:
-    """Return the group scored together, and again where the process stood still meanwhile."""
+    """The group scored together, and again where the process stood still meanwhile."""
     for _ in range(_AGAIN):
         stops = PULSE.stops()
         scored = await driver.scorer.score_group(group)

@@ -9,9 +9,10 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from agentrl.errors import PlainError, contained, describe
-from agentrl.plugins.environment import Environment
+from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
 from agentrl.rollout.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
@@ -26,6 +27,9 @@ LARGEST = 1e15
 
 STEP = "step"
 """The reward part that holds the sum of the turns' step rewards."""
+
+SEATS = "seats"
+"""The key under which an environment's rewards hold those of seats (`X-Agentrl-Role`), a number each."""
 
 _PLUGIN_SEEDS = 1 << 32  # apart from the seeds of turns, which count from 0
 _NO_KWARGS = ToolKwargs()
@@ -57,11 +61,11 @@ async def create_all(
 
 
 Checked = Callable[[object, str], Awaitable["list[Message]"]]
-"""Returns the messages of an environment, or raises; see `checked_messages`."""
+"""The messages of an environment, or raises; see `checked_messages`."""
 
 
 def checked_messages(given: object, what: str = "messages") -> "list[Message]":
-    """Return the messages of an environment. Raises PluginError unless these are messages, each with its role."""
+    """The messages of an environment. Raises PluginError unless these are messages, each with its role."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise PluginError(f"it returned no {what} but {type(given).__name__}")
     messages = list(given)
@@ -85,7 +89,7 @@ def _begin(
 
 
 async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, seconds: float) -> dict[str, float]:
-    """Return every plugin's reward by name, each hook within `seconds`. A plain number goes under the plugin's name,
+    """Every plugin's reward by name, each hook within `seconds`. A plain number goes under the plugin's name,
     parts of one name add up, and the turns' step rewards are `step`. Raises for a value that is no finite number."""
     rewards: dict[str, float] = {}
     for begun in request.begun:
@@ -95,18 +99,32 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
         value = await timer.wait(work, time.monotonic() + seconds)
         if value is None and isinstance(begun.plugin, Tool):
             continue
+        declared = declared_parts(begun.plugin)
         parts = value.items() if isinstance(value, Mapping) else ((name, value),)
         for part, number in parts:
             if not isinstance(part, str):
                 raise PluginError(f"a reward's name is {type(part).__name__}, not text")
+            if part == SEATS and isinstance(number, Mapping) and begun.plugin is request.begun[0].plugin:
+                request.seats = _seats(number)
+                continue
+            if declared is not None and part not in declared:
+                raise PluginError(f"the reward part {part!r:.60} is none of its `reward_parts`: {', '.join(declared)}")
             rewards[part] = rewards.get(part, 0.0) + finite(number, part)
     if step := request.step_reward:
         rewards[STEP] = rewards.get(STEP, 0.0) + step
     return rewards
 
 
+def _seats(given: Mapping[Any, Any]) -> dict[str, float]:
+    """The rewards of seats as numbers by name. Raises PluginError."""
+    for name in given:
+        if not isinstance(name, str) or not name:
+            raise PluginError(f"the name of a seat is {name!r:.40}, not text")
+    return {str(name): finite(value, f"of seat {name}") for name, value in given.items()}
+
+
 def finite(value: object, what: str) -> float:
-    """Return `value` as a float. Raises PluginError unless it is a finite number of at most LARGEST."""
+    """`value` as a float. Raises PluginError unless it is a finite number of at most LARGEST."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:

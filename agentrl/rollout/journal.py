@@ -2,13 +2,16 @@
 
 import glob
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.groups import Contrast, contrast
-from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Row, encode_plain, left_out, row, write_trajectories
+from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Row, encode_plain, row, write_trajectories
+from agentrl.rollout.trajectory_file import left_out as why_left_out
 from agentrl.trajectory import Group, Learned, Trajectory
 
 STEP, EVALUATION = "step_", "eval_"  # how names of files begin
@@ -24,11 +27,10 @@ class Journal:
         policy: TrajectoriesSection,
         folder: Callable[[], Path],
         environment: Callable[[Task], str] = lambda task: "",
-        secrets: Sequence[str] = (),
     ) -> None:
         """folder: returns that of the files, and makes it where it is not there. environment: the name of that of a
-        task. secrets: texts that are masked."""
-        self._policy, self._folder, self._environment, self._secrets = policy, folder, environment, secrets
+        task."""
+        self._policy, self._folder, self._environment = policy, folder, environment
         self._rows: dict[int, tuple[Group, list[Row]]] = {}  # of the groups in flight, by identity
         self._unwritten: dict[int, list[Row]] = {}
         """Of `_rows`, what is not in the file of those in flight."""
@@ -53,10 +55,19 @@ class Journal:
         except OSError as error:
             self._refused = error
 
-    def step(self, step: int, groups: Sequence[Group], learned: Sequence[Learned] = (), *, split: str = TRAIN) -> None:
+    def step(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        learned: Sequence[Learned] = (),
+        *,
+        left_out: Mapping[str, Sequence[Group]] = MappingProxyType({}),
+        split: str = TRAIN,
+    ) -> None:
         """Write a step that is whole, if it is due, and remove files that are no longer kept.
 
-        learned: what the update made of the valid trajectories of `groups`, in their order. split: of their tasks.
+        learned: what the update made of the valid trajectories of `groups`, in their order. left_out: by why, the
+        groups that the update did not see. split: of the tasks.
         """
         if not self._policy.every:
             return
@@ -64,9 +75,9 @@ class Journal:
             raise self._refused
         if step % self._policy.every == 0:
             place = {"step": step, "evaluation": False, "split": split}
-            self._write(f"{STEP}{step}", place, *self._step(groups, learned))
+            self._write(f"{STEP}{step}", place, *self._step(groups, learned, left_out))
             self._prune(STEP)
-        self.forget(groups)
+        self._forget([*groups, *chain(*left_out.values())])
         written = (rows for key, (_, rows) in self._rows.items() if key not in self._unwritten)
         left = b"".join(map(_lines, written))
         path = self._folder() / IN_FLIGHT
@@ -75,27 +86,28 @@ class Journal:
         else:
             path.unlink(missing_ok=True)
 
-    def forget(self, groups: Sequence[Group]) -> None:
-        """Drop groups that were noted and that no step trains on."""
+    def _forget(self, groups: Sequence[Group]) -> None:
         for group in groups:
             self._rows.pop(id(group), None)
             self._unwritten.pop(id(group), None)
 
     def _step(
-        self, groups: Sequence[Group], learned: Sequence[Learned]
+        self, groups: Sequence[Group], learned: Sequence[Learned], left_out: Mapping[str, Sequence[Group]]
     ) -> tuple[list[Trajectory], list[Row], list[Learned | None]]:
         made = dict(zip((id(t) for group in groups for t in group.trajectories), learned, strict=bool(learned)))
-        most = min(self._policy.sample or len(groups), len(groups))
-        chosen = [i * len(groups) // most for i in range(most)]
+        every: list[tuple[Group, str | None]] = [(group, None) for group in groups]
+        every += [(group, why) for why, others in left_out.items() for group in others]
+        most = min(self._policy.sample or len(every), len(every))
+        chosen = [i * len(every) // most for i in range(most)]
         trajectories: list[Trajectory] = []
         rows: list[Row] = []
         for index in chosen:
-            group = groups[index]
+            group, unseen = every[index]
             _, known = self._rows.get(id(group)) or (group, [self._row(t) for t in _all(group)])
             teaches = contrast(group)
             why = None if teaches is Contrast.VARIED else str(teaches)
             for t, facts in zip(_all(group), known, strict=True):
-                rows.append({**facts, "group": index, "left_out": left_out(t, made.get(id(t)), why)})
+                rows.append({**facts, "group": index, "left_out": why_left_out(t, made.get(id(t)), why) or unseen})
                 trajectories.append(t)
         return trajectories, rows, [made.get(id(t)) for t in trajectories]
 
@@ -108,7 +120,7 @@ class Journal:
         each = [(index, t) for index, group in enumerate(groups) for t in _all(group)]
         words = [solved(t) if t.valid else None for _, t in each]
         rows = [
-            {**self._row(t), "solved": word, "group": index, "left_out": left_out(t, None, None)}
+            {**self._row(t), "solved": word, "group": index, "left_out": why_left_out(t, None, None)}
             for (index, t), word in zip(each, words, strict=True)
         ]
         place = {"step": step, "evaluation": True, "split": split}
@@ -116,7 +128,7 @@ class Journal:
         self._prune(f"{EVALUATION}{split}_", first=1)
 
     def _row(self, trajectory: Trajectory) -> Row:
-        return row(trajectory, environment=self._environment(trajectory.task), secrets=self._secrets)
+        return row(trajectory, environment=self._environment(trajectory.task))
 
     def _write(
         self,

@@ -14,7 +14,7 @@ from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of one step's groups (docs/reference/metrics.md).
+    """The metrics of one step's groups (docs/reference/metrics.md).
 
     `rollout/tokens` sampled; mean, deviation, smallest and largest `rollout/response_tokens` and `rollout/turns` of a
     valid trajectory, `rollout/prompt_tokens_mean`, and mean seconds by what they were spent on
@@ -25,9 +25,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     mean a call, a tool's own metrics means over the calls that have them;
     `reward/<part>` means over the valid trajectories (0 where a part is missing), before `rewards.weights`;
     `reward/mean` is their weighted sum, with its deviation, minimum and maximum beside it. Of rollouts of an agent,
-    sums of what their calls were: `gateway/calls`, `/forks`, `/retries`, `/auxiliary`, `/dropped_thinking`. Where
-    conversations are compacted, `rollout/compactions` and `rollout/compactions_failed`: summaries, and those from which
-    it could not be gone on.
+    sums of what their calls were: `gateway/calls`, `/forks`, `/retries`, `/auxiliary`, `/unreceived`, `/unproven`,
+    `/ignored`, `/dropped_thinking`; of valid ones, by seat, sums `seat/<seat>/calls` and `/tokens`, and the mean
+    `/reward_mean` of those that have one. Where conversations are compacted, `rollout/compactions` and
+    `rollout/compactions_failed`: summaries, and those from which it could not be gone on.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]
@@ -45,6 +46,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_stops([*valid, *failed]),
         **_tools(valid),
         **_gateway([*valid, *failed]),
+        **_seats(valid),
         **_compactions([*valid, *failed]),
     }
 
@@ -55,7 +57,7 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def spread(name: str, values: npt.ArrayLike) -> dict[str, float]:
-    """Return <name>_mean, _std (of the population), _min and _max of some values; 0 where there are none."""
+    """<name>_mean, _std (of the population), _min and _max of some values; 0 where there are none."""
     found = np.asarray(values, np.float64)
     found = found if found.size else np.zeros(1)
     return {
@@ -67,7 +69,7 @@ def spread(name: str, values: npt.ArrayLike) -> dict[str, float]:
 
 
 def reward_metrics(valid: Sequence[Trajectory]) -> dict[str, float]:
-    """Return reward/<part> of valid trajectories, means before weights, and reward/mean, /std, /min and /max of the
+    """reward/<part> of valid trajectories, means before weights, and reward/mean, /std, /min and /max of the
     whole."""
     sums: dict[str, float] = defaultdict(float)
     for trajectory in valid:
@@ -79,7 +81,7 @@ def reward_metrics(valid: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def by_environment(groups: Sequence[Group], name_of: Callable[[Task], str]) -> dict[str, float]:
-    """Return env/<name>/... of each environment of a mixture. name_of: returns the name of a task's environment."""
+    """env/<name>/... of each environment of a mixture. name_of: returns the name of a task's environment."""
     parts: dict[str, list[Group]] = defaultdict(list)
     for group in groups:
         parts[name_of(group.task)].append(group)
@@ -99,7 +101,7 @@ def by_environment(groups: Sequence[Group], name_of: Callable[[Task], str]) -> d
 
 
 def _pass_at(groups: Sequence[Group]) -> dict[str, float]:
-    """Return groups/pass_at_<k> for k = 2, 4, ... and the largest group: the expected largest reward of k samples of a
+    """groups/pass_at_<k> for k = 2, 4, ... and the largest group: the expected largest reward of k samples of a
     task, drawn without putting back, mean over the groups that have as many (for rewards of 0 and 1, pass@k)."""
     most = max((len(group.trajectories) for group in groups), default=0)
     metrics = {}
@@ -110,7 +112,7 @@ def _pass_at(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _expected_best(rewards: Sequence[float], k: int) -> float:
-    """Return the mean of the largest over all choices of k of these ascending rewards."""
+    """The mean of the largest over all choices of k of these ascending rewards."""
     choices = comb(len(rewards), k)
     return sum(reward * (comb(index, k - 1) / choices) for index, reward in enumerate(rewards))
 
@@ -146,6 +148,25 @@ def _gateway(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         counts.update(trajectory.extra.get("gateway", {}))
     return {f"gateway/{name}": count for name, count in sorted(counts.items())}
+
+
+def _seats(valid: Sequence[Trajectory]) -> dict[str, float]:
+    calls: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    rewards: dict[str, list[float]] = defaultdict(list)
+    for trajectory in valid:
+        for turn in trajectory.turns:
+            if turn.role:
+                calls[turn.role] += 1
+                tokens[turn.role] += turn.end - turn.start
+        for seat, value in trajectory.seats.items():
+            rewards[seat].append(value)
+    metrics: dict[str, float] = {}
+    for seat in sorted({*calls, *rewards}):
+        metrics |= {f"seat/{seat}/calls": calls[seat], f"seat/{seat}/tokens": tokens[seat]}
+        if seat in rewards:
+            metrics[f"seat/{seat}/reward_mean"] = _mean(rewards[seat])
+    return metrics
 
 
 def _compactions(trajectories: Sequence[Trajectory]) -> dict[str, float]:

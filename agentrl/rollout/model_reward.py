@@ -70,7 +70,7 @@ class ModelReward(GroupReward):
                     waiting.scores.set_result(outcome)
 
     def _together(self, groups: Sequence[Sequence[Sample]]) -> "list[list[float] | Exception]":
-        """Return the scores of every group, or what was wrong with it alone."""
+        """The scores of every group, or what was wrong with it alone."""
         outcomes: list[list[float] | Exception] = []
         rows: list[Ids] = []
         named: list[int] = []
@@ -111,7 +111,7 @@ def ask_reward_model(player: Player) -> None:
 
 
 def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Json]] = ()) -> Translate:
-    """Return how conversations of the policy, whose `tokenizer` this is, become ids of the recipe's `rewards.model`.
+    """How conversations of the policy, whose `tokenizer` this is, become ids of the recipe's `rewards.model`.
 
     As they are, where the reward model knows every token of the policy by the same id; else rendered anew by its own
     chat template and tokenized by its own tokenizer. tools: as in `Tool.schema`, all that a task may offer.
@@ -184,13 +184,13 @@ def _rendered(path: str, tokenizer: Any, tools: Sequence[dict[str, Json]], limit
 
 
 def knows(theirs: Any, ours: Any) -> bool:
-    """Return whether every token of `ours` has the same id in `theirs`."""
+    """Whether every token of `ours` has the same id in `theirs`."""
     vocabulary = theirs.get_vocab()
     return all(vocabulary.get(token) == number for token, number in ours.get_vocab().items())
 
 
 def _tokenizer(path: str, trust_remote_code: bool) -> Any:
-    """Return the tokenizer saved beside the classifier; None where there is none (transformers then may make an empty
+    """The tokenizer saved beside the classifier; None where there is none (transformers then may make an empty
     one)."""
     from transformers import AutoTokenizer
 

@@ -16,6 +16,7 @@ from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
 from agentrl.models.image_input import check_sight, limit_images
 from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
+from agentrl.models.shape import short_context
 from agentrl.plugins.agent import Agent
 from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.environment import Environment
@@ -24,7 +25,9 @@ from agentrl.plugins.rewards import MODEL, Rewards, check_weights, known_parts, 
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, close_all
 from agentrl.plugins.types import Json, Task
-from agentrl.recipe.schema import ClusterSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.agent import AgentSection, host_and_port
+from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
@@ -155,11 +158,9 @@ class Player:
             routing_replay=recipe.algorithm.routing_replay,
         )
         await engine.health()
-        if say is not None and engine.max_context < recipe.rollout.max_tokens < ENDLESS:
-            say(
-                f"rollout.max_tokens {recipe.rollout.max_tokens} is more than the model's context: conversations end "
-                f"at {engine.max_context} tokens"
-            )
+        line = short_context(recipe, engine.max_context)
+        if say is not None and line and recipe.rollout.max_tokens < ENDLESS:
+            say(line)
         return cls(recipe, env, toolbox, rewards, model, tokenizer, chat, engine)
 
     @property
@@ -168,18 +169,18 @@ class Player:
         return min(self.recipe.rollout.max_tokens, self.engine.max_context) - 1
 
     async def measure(self, tasks: Sequence[Task], max_tokens: int | None = None) -> PromptLengths:
-        """Return the lengths of the tasks' opening prompts, and the most that fit. max_tokens: in place of
+        """The lengths of the tasks' opening prompts, and the most that fit. max_tokens: in place of
         `rollout.max_tokens`."""
         most = self.prompt_limit if max_tokens is None else min(max_tokens, self.engine.max_context) - 1
         images = self.recipe.rollout.max_images
         return await measure_prompts(self.env, self.toolbox.tools, self.chat, tasks, most, images)
 
     async def unseen(self, task: Task) -> str | None:
-        """Return why an image of a task's opening cannot be shown; None: all of them can."""
+        """Why an image of a task's opening cannot be shown; None: all of them can."""
         return await unseen(self.env, self.chat, task)
 
     async def draw(self, sampler: TaskSampler, tasks: Sequence[Task], count: int) -> list[int]:
-        """Return the indices of the next `count` tasks whose images can be shown. Raises UserError: no task is left."""
+        """The indices of the next `count` tasks whose images can be shown. Raises UserError: no task is left."""
         return await drawn(sampler, self.env, self.chat, tasks, count)
 
     @property
@@ -188,7 +189,7 @@ class Player:
         return isinstance(self.chat, Seeing)
 
     async def showable(self, sampler: TaskSampler, tasks: Sequence[Task], index: int) -> bool:
-        """Return whether the images of a task that was drawn can be shown: see `agentrl.data.prompts`."""
+        """Whether the images of a task that was drawn can be shown: see `agentrl.data.prompts`."""
         return await showable(sampler, self.env, self.chat, tasks, index)
 
     async def play(
@@ -204,7 +205,7 @@ class Player:
         after: After | None = None,
         occasion: str = "",
     ) -> list[Group]:
-        """Return `n` samples of every task, groups in the order of `tasks`. limits, occasion: as of `driver`. only,
+        """`n` samples of every task, groups in the order of `tasks`. limits, occasion: as of `driver`. only,
         on_sample, on_group, after: as of `roll_out`."""
         driver = self.driver(occasion, limits)
         return await roll_out(
@@ -212,7 +213,7 @@ class Player:
         )
 
     def driver(self, occasion: str = "", limits: Mapping[str, Json] | None = None) -> Driver:
-        """Return what drives requests. occasion: see `Driver`; sessions of a run have ids of their own when no two
+        """What drives requests. occasion: see `Driver`; sessions of a run have ids of their own when no two
         drivers of it have the same. limits: keys of the recipe's section `rollout` that have another value."""
         section = self.recipe.rollout.model_copy(update=dict(limits or {}))
         options: dict[str, Any] = {
@@ -229,7 +230,7 @@ class Player:
         return AgentDriver(agent=self.agent, gateway=self.gateway, section=self.recipe.agent, **options)
 
     def describe(self) -> str:
-        """Return one line for the start of a run."""
+        """One line for the start of a run."""
         names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
         rest = f"environment {self.env.name} · tools {names}"
         if self.agent is not None and self.gateway is not None:
@@ -256,8 +257,10 @@ class Player:
 
 
 def gateway_of(recipe: Recipe) -> Gateway:
-    """Return the gateway of a recipe's agent, not started yet."""
-    return Gateway(model=recipe.model.path, socket=recipe.agent is not None and recipe.agent.sandbox)
+    """The gateway of a recipe's agent, not started yet."""
+    agent = recipe.agent or AgentSection()
+    host, port = host_and_port(agent.host)
+    return Gateway(host=host, port=port, model=recipe.model.path, socket=agent.sandbox, public_url=agent.public_url)
 
 
 def check_tools_of_agent(tools: Sequence[Tool]) -> None:
@@ -285,7 +288,7 @@ class _Bounded:
 
 
 def placed_alone(recipe: Recipe) -> Placement | None:
-    """Return the devices of this process and of the servers that it launches. None: there are too few for each to have
+    """The devices of this process and of the servers that it launches. None: there are too few for each to have
     its own, and servers share those that there are. Raises UserError for flags of servers that should be numbers."""
     import torch
 

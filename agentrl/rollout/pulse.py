@@ -51,7 +51,7 @@ class Pulse:
                     self._end.set()
 
     def stops(self) -> int:
-        """Return how often the process stood still so far, this moment included."""
+        """How often the process stood still so far, this moment included."""
         with self._lock:
             wall, busy = time.clock_gettime(_CLOCK) - self._wall, time.process_time() - self._busy
             if wall > STILL and busy < wall / 2:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.chat.base import Chat
+from agentrl.constraint import Allowed
 from agentrl.engine.base import EngineError, Generation
 from agentrl.images import ImageSpan
 from agentrl.plugins.environment import Environment
@@ -29,13 +30,13 @@ _SINCE_1970 = time.time() - time.monotonic()  # seconds from the clock of deadli
 
 
 def derive(*parts: object) -> int:
-    """Return a seed of 63 bits from any printable parts: the same parts give the same seed on every machine."""
+    """A seed of 63 bits from any printable parts: the same parts give the same seed on every machine."""
     text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - _BITS)
 
 
 def nth(seed: int, index: int) -> int:
-    """Return the `index`-th seed of the sequence that `seed` starts (a step of splitmix64), without hashing."""
+    """The `index`-th seed of the sequence that `seed` starts (a step of splitmix64), without hashing."""
     x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
@@ -85,7 +86,7 @@ class Opening:
     """Token ids of `messages`, rendered."""
 
     def render(self, chat: Chat, messages: list[Message], schemas: Sequence[dict[str, Json]]) -> "array[int]":
-        """Return the ids of `messages`, as a copy of its own. The tools are the task's and so the same for all
+        """The ids of `messages`, as a copy of its own. The tools are the task's and so the same for all
         samples."""
         if self.messages is None or self.messages != messages:
             self.ids = array("i", chat.render(messages, schemas))
@@ -129,6 +130,8 @@ class Conversation:
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     version_counts: "array[int]" = field(default_factory=lambda: array("i"))
     """For each entry of `versions`, the number of sampled ids in a row with it."""
+    allowed: list[tuple[int, Sequence[bytes]]] = field(default_factory=list)
+    """Where ids begin that were sampled under a constraint, and which ids were allowed there."""
     experts: npt.NDArray[np.int16] | None = None
     """What the engine's routers chose for the first ids (see `Generation.experts`)."""
     images: list[ImageSpan] = field(default_factory=list)
@@ -193,6 +196,8 @@ class Conversation:
             self.version_counts.append(count)
         else:
             self._add_versions(version)
+        if generation.allowed is not None:
+            self.allowed.append((start, generation.allowed))
         if self.open_turn is None:
             self.open_turn = start
         if (experts := generation.experts) is not None:  # what is known already was chosen when it was sampled
@@ -207,7 +212,7 @@ class Conversation:
         self.version_counts.fromlist(np.diff(starts, append=len(each)).tolist())
 
     def close_turn(self) -> list[int]:
-        """Return the turn is whole: its ids."""
+        """The turn is whole: its ids."""
         assert self.open_turn is not None, "close_turn follows add_sampled"
         start, self.open_turn = self.open_turn, None
         self.turn_starts.append(start)
@@ -233,7 +238,7 @@ class Conversation:
         return self.orders[-1]
 
     def begin_anew(self, name: str) -> "Conversation":
-        """Return what it was so far, as a conversation of its own; go on as an empty one that the engine knows by
+        """What it was so far, as a conversation of its own; go on as an empty one that the engine knows by
         `name`. Its messages are the caller's to change."""
         past = Conversation(**{one.name: getattr(self, one.name) for one in fields(Conversation)})
         past.messages = list(self.messages)
@@ -246,7 +251,7 @@ class Conversation:
             array("d"),
         )
         self.open_turn, self.order, self.summarizing = None, -1, False
-        self.experts, self.state_keys, self.images = None, [], []
+        self.experts, self.state_keys, self.images, self.allowed = None, [], [], []
         return past
 
     @property
@@ -294,6 +299,8 @@ class AsyncRolloutRequest(Conversation):
     """Calls that were run."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Reward parts by name, before weighting."""
+    seats: dict[str, float] = field(default_factory=dict)
+    """Rewards of seats by name."""
     finish: FinishReason | None = None
     """Why it ended; None while it runs."""
     failure: Failure | None = None
@@ -345,14 +352,14 @@ class AsyncRolloutRequest(Conversation):
         return self.state in _ENDS
 
     def session_of(self, plugin: Environment | Tool) -> Session:
-        """Return the session of a plugin that was created."""
+        """The session of a plugin that was created."""
         for begun in self.begun:
             if begun.plugin is plugin:
                 return begun.session
         raise KeyError(plugin.name)
 
     def branch_name(self) -> str:
-        """Return a name for a conversation beside those so far."""
+        """A name for a conversation beside those so far."""
         return f"{self.id}/{len(self.branches) + 1}"
 
     @property
@@ -398,7 +405,7 @@ class AsyncRolloutRequest(Conversation):
             self.turns_begun += 1
 
     def trajectory(self, weights: Mapping[str, float] = _UNWEIGHTED) -> Trajectory:
-        """Return what it leaves behind, as arrays of its own: the request may be driven on afterwards. weights: of
+        """What it leaves behind, as arrays of its own: the request may be driven on afterwards. weights: of
         reward parts."""
         tree = _tree(self) if self.branches else _one(self)
         mask = np.zeros(len(tree.ids), np.uint8)
@@ -415,12 +422,23 @@ class AsyncRolloutRequest(Conversation):
             failure=self.failure, seconds=dict(self.seconds), spans=tuple(self.spans), tools=tuple(self.tools),
             extra=extra, segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
             experts=None if self.branches else _of_all(self.experts, len(tree.ids)),
-            images=tuple(tree.images),
+            images=tuple(tree.images), seats=dict(self.seats) if self.failure is None else {},
+            allowed=None if self.branches else _allowed(self),
         )  # fmt: skip
 
 
+def _allowed(talk: Conversation) -> Allowed | None:
+    """The ids that were allowed at each token, as a trajectory has them."""
+    if not talk.allowed:
+        return None
+    found = np.full(len(talk.ids), None, object)
+    for start, allowed in talk.allowed:
+        found[start : start + len(allowed)] = allowed
+    return found
+
+
 def _of_all(experts: npt.NDArray[np.int16] | None, tokens: int) -> npt.NDArray[np.int16] | None:
-    """Return the experts of all tokens, -1 for those at the end that the engine did not compute."""
+    """The experts of all tokens, -1 for those at the end that the engine did not compute."""
     if experts is None:
         return None
     found = np.full((tokens, *experts.shape[1:]), -1, np.int16)
@@ -446,7 +464,7 @@ class _Flat:
 
 
 def _one(request: AsyncRolloutRequest) -> _Flat:
-    """Return the columns of a request whose tokens lie in a row."""
+    """The columns of a request whose tokens lie in a row."""
     turns = request.turns
     if request.open_turn is not None:
         turns.append(Turn(request.open_turn, len(request.ids), state=request.state_key))
@@ -459,7 +477,7 @@ def _one(request: AsyncRolloutRequest) -> _Flat:
 def _columns(
     talk: Conversation, turns: Sequence[Turn]
 ) -> "tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]":
-    """Return ids, log-probs and versions of all tokens."""
+    """Ids, log-probs and versions of all tokens."""
     sampled = np.zeros(len(talk.ids), np.bool_)
     for turn in turns:
         sampled[turn.start : turn.end] = True
@@ -494,7 +512,7 @@ def _pieces(index: int, talk: Conversation) -> Iterator[_Piece]:
 
 
 def _told(talk: Conversation, turns: int) -> list[tuple[Message, ...]]:
-    """Return the messages of each turn with those before it; what follows the last turn goes with that."""
+    """The messages of each turn with those before it; what follows the last turn goes with that."""
     first = len(talk.opening_messages)
     said = [i + 1 for i, message in enumerate(talk.messages) if i >= first and message["role"] == "assistant"]
     ends = [*said[: turns - 1], *[len(talk.messages)] * (turns - min(len(said), turns - 1))]
@@ -502,7 +520,7 @@ def _told(talk: Conversation, turns: int) -> list[tuple[Message, ...]]:
 
 
 def _tree(request: AsyncRolloutRequest) -> _Flat:
-    """Return the columns of a request with branches: its turns in the order in which they began."""
+    """The columns of a request with branches: its turns in the order in which they began."""
     talks: list[Conversation] = [*request.branches, request]
     pieces = [piece for index, talk in enumerate(talks) for piece in _pieces(index, talk)]
     if request.ids and not request.own_turns:  # it was just begun anew

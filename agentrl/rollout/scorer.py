@@ -2,9 +2,10 @@
 FAILED, never a 0."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 from agentrl.errors import contained, describe
 from agentrl.images import keyed
@@ -36,7 +37,7 @@ class Scorer:
     async def score(
         self, request: AsyncRolloutRequest, rewards: dict[str, float], finish: FinishReason, timer: DeadlineTimer
     ) -> dict[str, float]:
-        """Return `rewards` of the plugins, and every sample function's part. Raises what a function raises."""
+        """`rewards` of the plugins, and every sample function's part. Raises what a function raises."""
         if not self._rewards.samples:
             return rewards
         task, messages, tokens = request.task, tuple(request.messages), request.sampled_tokens
@@ -50,13 +51,13 @@ class Scorer:
         return rewards
 
     async def score_group(self, group: Group) -> Group:
-        """Return the group with every group function's part. Where one raises, all of its samples are FAILED."""
+        """The group with every group function's part. Where one raises, all of its samples are FAILED."""
         for part, reward in self._rewards.groups.items():
             group = await self._score_part(group, part, reward)
         return group
 
     async def score_stored(self, group: Group, retries: int = 0) -> Group:
-        """Return a stored group, whose samples have the parts of environment and tools alone, with every function's
+        """A stored group, whose samples have the parts of environment and tools alone, with every function's
         part. A sample whose function raises is tried `retries` times more, then FAILED."""
         alone = [await self._score_sample(t, retries) for t in group.trajectories]
         valid = tuple(t for t in alone if t.valid)
@@ -88,12 +89,12 @@ class Scorer:
     async def _scored(
         self, own: OwnedTask, reward: GroupReward, part: str, trajectories: Sequence[Trajectory]
     ) -> tuple[Trajectory, ...] | str:
-        """Return the trajectories with the part, or a line that says why they cannot have it."""
+        """The trajectories with the part, or a line that says why they cannot have it."""
         timer = DeadlineTimer(own)
         try:
             samples = [_sample(t) for t in trajectories]
             values = await timer.wait(reward.score(samples), time.monotonic() + self._seconds)
-            values = list(islice(values, len(samples) + 1))
+            values = list(islice(_each(values), len(samples) + 1))
             if len(values) != len(samples):
                 most = "more than " if len(values) > len(samples) else ""
                 raise PluginError(f"it scored {most}{min(len(values), len(samples))} of {len(samples)} samples")
@@ -121,6 +122,13 @@ def _sample(t: Trajectory) -> Sample:
     return Sample(
         t.task, t.messages, dict(t.rewards), str(t.finish), len(t.turns), t.sampled_tokens, t.ids[path], shown
     )
+
+
+def _each(values: Any) -> Iterator[Any]:
+    try:
+        return iter(values)
+    except TypeError:
+        raise PluginError(f"it returned {type(values).__name__}, not a number for each sample") from None
 
 
 def _with_part(t: Trajectory, part: str, value: float) -> Trajectory:

@@ -9,7 +9,8 @@ from typing import Any
 from agentrl.errors import UserError, call_plugin
 from agentrl.plugins.registry import load, with_arguments
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import FilterSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import FilterSection
 from agentrl.rollout.groups import Contrast, contrast
 from agentrl.threads import Abandoned, DaemonThreads
 from agentrl.trajectory import Group
@@ -36,7 +37,7 @@ class GroupFilter:
         self._threads = None if function is varied else DaemonThreads(WHERE, 1, Abandoned(WHERE, _REMEDY))
 
     async def keeps(self, group: Group) -> bool:
-        """Return whether the group is trained on. Raises UserError: what the function raises, gives that is no bool, or
+        """Whether the group is trained on. Raises UserError: what the function raises, gives that is no bool, or
         that it does not end."""
         if self._threads is None:
             return varied(group)
@@ -52,20 +53,20 @@ class GroupFilter:
 
 
 def make_filter(recipe: Recipe) -> GroupFilter | None:
-    """Return the filter of a recipe's groups; None where all are trained on. Raises UserError: see `GroupFilter`."""
+    """The filter of a recipe's groups; None where all are trained on. Raises UserError: see `GroupFilter`."""
     algorithm = recipe.algorithm
     section = algorithm.filter or (FilterSection(name="varied") if algorithm.dynamic_sampling is not None else None)
     return None if section is None else GroupFilter(section, recipe.rollout.turn_timeout)
 
 
 def most_groups(recipe: Recipe) -> int:
-    """Return how many groups may begin for one step."""
+    """How many groups may begin for one step."""
     needed, dynamic = recipe.rollout.tasks, recipe.algorithm.dynamic_sampling
     return max(at_once(recipe), math.floor(needed * dynamic.budget) if dynamic is not None else needed)
 
 
 def at_once(recipe: Recipe) -> int:
-    """Return how many groups of a step are in flight or kept, at most."""
+    """How many groups of a step are in flight or kept, at most."""
     return math.ceil(recipe.rollout.tasks * recipe.rollout.oversample)
 
 
@@ -100,11 +101,11 @@ class Selection:
     _promised: int = 0  # groups that will begin once tasks for them are found
 
     async def first(self) -> list[Task]:
-        """Return the tasks to begin with."""
+        """The tasks to begin with."""
         return await self._more(min(self.at_once, self.most))
 
     async def after(self, place: int, group: Group) -> Sequence[Task] | None:
-        """Return the tasks that begin now that a group has ended; None where enough are kept. See `roll_out`."""
+        """The tasks that begin now that a group has ended; None where enough are kept. See `roll_out`."""
         keep = self.filter is None or await self.filter.keeps(group)
         if self.missing == 0:
             self.surplus.append(group)
@@ -119,7 +120,7 @@ class Selection:
         return None if len(self.whole) < len(self.drawn) else ()
 
     async def _more(self, count: int) -> list[Task]:
-        """Return `count` tasks, which begin now; none where enough groups are kept by the time they are found."""
+        """`count` tasks, which begin now; none where enough groups are kept by the time they are found."""
         found: list[tuple[int, Task]] = []
         self._promised += max(0, count)
         try:
@@ -137,7 +138,7 @@ class Selection:
         return [task for _, task in found]
 
     async def _shown(self, drawn: Sequence[tuple[int, Task]]) -> list[bool]:
-        """Return whether each can be shown; those that cannot wait no longer."""
+        """Whether each can be shown; those that cannot wait no longer."""
         if self.showable is None:
             return [True] * len(drawn)
         shown = await gather(*(self.showable(index) for index, _ in drawn))
@@ -152,7 +153,7 @@ class Selection:
         return self.needed - sum(kept for _, kept in self.whole.values())
 
     def groups(self, kept: bool) -> list[Group]:
-        """Return the groups that are kept, or left out, in the order in which they began."""
+        """The groups that are kept, or left out, in the order in which they began."""
         return [group for _, (group, keep) in sorted(self.whole.items()) if keep is kept]
 
     @property

@@ -8,16 +8,21 @@ from contextlib import suppress
 from agentrl.chat.base import Chat
 from agentrl.engine.base import Engine, Sampling
 from agentrl.gateway.call import Call, Completion, Feed, GatewayError, Origin
+from agentrl.gateway.fields import shown
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.types import Content, Json
-from agentrl.recipe.schema import Recipe, RolloutSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.agent import TreeEndpoint
 from agentrl.rollout.conversation_tree import ConversationTree, Node
+from agentrl.rollout.groups import rare_collections
 from agentrl.rollout.player import Player
 from agentrl.rollout.talk import Talk, apart_from_tasks, nobody
 
+_NEUTRAL = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 KEPT_TOKENS = 1_000_000
-"""Tokens of conversations that are kept, so that what was sampled in them goes on as it was; then all are forgotten."""
+"""Tokens of conversations that are kept, so that what was sampled in them goes on as it was; then all are forgotten,
+once no call is answered: at twice as many, further calls wait for that."""
 
 
 class ServedModel(TreeEndpoint):
@@ -27,13 +32,21 @@ class ServedModel(TreeEndpoint):
         super().__init__(ConversationTree("serve", chat), engine, chat, limits)
         self._generations = 0
         self._running = 0  # calls that are being answered
+        self._idle = asyncio.Event()
 
     async def complete(self, call: Call, origin: Origin, feed: Feed | None = None) -> Completion:
+        while self._running and self.tree.tokens > 2 * KEPT_TOKENS:  # under a load that never pauses
+            self._idle.clear()
+            await self._idle.wait()
+        if self.tree.tokens > KEPT_TOKENS and not self._running:
+            self._forget()
         self._running += 1
         try:
             return await super().complete(call, origin, feed)
         finally:
             self._running -= 1
+            if not self._running:
+                self._idle.set()
 
     @property
     def tools(self) -> tuple[dict[str, Json], ...]:
@@ -44,16 +57,18 @@ class ServedModel(TreeEndpoint):
         """Refuse: there are none."""
         raise GatewayError("no tools are served here")
 
-    def check(self) -> None:
-        """Forget all conversations when they have become too many and none is running."""
-        if self.tree.tokens > KEPT_TOKENS and self._running <= 1:
-            for branch in self.tree.branches:
-                self.engine.finish(branch.name)
-            self._generations += 1
-            self.tree = ConversationTree(f"serve-{self._generations}", self.chat)
+    def _forget(self) -> None:
+        """Forget all conversations."""
+        for branch in self.tree.branches:
+            self.engine.finish(branch.name)
+        self._generations += 1
+        self.tree = ConversationTree(f"serve-{self._generations}", self.chat)
 
     def sampling(self, node: Node, room: int) -> Sampling:
         asked, limits = node.call.asked, self.limits
+        for key, neutral in _NEUTRAL.items():
+            if asked.get(key, neutral) != neutral:
+                raise GatewayError(f"{key}: {shown(asked[key])} is not served here; leave it out")
         return Sampling(
             max_tokens=room,
             temperature=_number(asked, "temperature", 0.0, 5.0, limits.temperature),
@@ -79,7 +94,7 @@ async def serve(recipe: Recipe, model: str | None, host: str, port: int, key: st
     gateway = Gateway(host=host, port=port, model=model or recipe.model.path)
     try:
         await gateway.start()
-        with gateway.serving(ServedModel(player.engine, player.chat, recipe.rollout), key):
+        with gateway.serving(ServedModel(player.engine, player.chat, recipe.rollout), key), rare_collections():
             say(f"OPENAI_BASE_URL={gateway.url}/v1 ANTHROPIC_BASE_URL={gateway.url}")
             say(f"API key: {key or 'any'}")
             with suppress(asyncio.CancelledError):

@@ -4,7 +4,6 @@ A valid sample comes back as it was, to the bit in all that an update reads; `se
 secrets. Files may be a stranger's: each valid sample is checked as one that was just sampled.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -13,11 +12,23 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from agentrl.checkpoint.run_folder import TRAJECTORIES
+from agentrl.constraint import Allowed
 from agentrl.errors import UserError, nearest
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE, ImageSpan
+from agentrl.jsonable import loads
 from agentrl.plugins.types import Json, Task
-from agentrl.rollout.trajectory_file import FACTS, Row, Stored, messages_of, read_columns, stored_files
+from agentrl.rollout.trajectory_file import (
+    FACTS,
+    FILTERED,
+    SURPLUS,
+    Row,
+    Stored,
+    messages_of,
+    read_allowed,
+    read_columns,
+    stored_files,
+)
 from agentrl.trajectory import (
     Boundary,
     Failure,
@@ -46,16 +57,18 @@ class StoredSample(NamedTuple):
 
 
 def read_samples(path: Path, weights: Mapping[str, float] | None = None) -> list[StoredSample]:
-    """Return the samples of a Parquet file, in its order. Raises UserError: the file is damaged.
+    """The samples of a Parquet file, in its order. Raises UserError: the file is damaged.
 
     weights: of the reward parts that a sample does not have, and whose weights are therefore not in the file.
     """
     rows, columns = read_columns(path, [*FACTS], _COLUMNS)
+    allowed = read_allowed(path)
     STORE.look_in(path.parent.parent / IMAGES)
     found = []
     for number, row in enumerate(rows):
         try:
-            trajectory = _trajectory(row, {name: columns[name][number] for name in _COLUMNS}, weights or {})
+            tokens = {name: columns[name][number] for name in _COLUMNS}
+            trajectory = _trajectory(row, tokens, allowed[number], weights or {})
             if trajectory.valid:
                 check_invariants(trajectory)
         except (AttributeError, LookupError, RecursionError, TypeError, ValueError, InvariantError) as error:
@@ -65,13 +78,22 @@ def read_samples(path: Path, weights: Mapping[str, float] | None = None) -> list
     return found
 
 
-def read_groups(path: Path, weights: Mapping[str, float] | None = None) -> list[Group]:
-    """Return the groups of a Parquet file, in their order. weights, errors: those of `read_samples`."""
-    return as_groups(read_samples(path, weights))
+def read_groups(path: Path, weights: Mapping[str, float] | None = None, *, trained: bool = False) -> list[Group]:
+    """The groups of a Parquet file, in their order. weights, errors: those of `read_samples`. trained: without
+    those that the update of their step did not see."""
+    samples = read_samples(path, weights)
+    unseen = unseen_groups(samples) if trained else {}
+    return as_groups(one for one in samples if one.facts["group"] not in unseen)
+
+
+def unseen_groups(samples: Iterable[StoredSample]) -> dict[int, str]:
+    """Why no update saw a group, by the numbers of those of which that is so."""
+    reasons = ((one.facts["group"], one.facts["left_out"]) for one in samples)
+    return {group: why for group, why in reasons if why in (FILTERED, SURPLUS)}
 
 
 def as_groups(samples: Iterable[StoredSample]) -> list[Group]:
-    """Return the samples of a file by their groups."""
+    """The samples of a file by their groups."""
     groups = []
     for _, rows in groupby(samples, key=lambda sample: sample.facts["group"]):
         each = [sample.trajectory for sample in rows]
@@ -79,25 +101,24 @@ def as_groups(samples: Iterable[StoredSample]) -> list[Group]:
     return groups
 
 
-def _trajectory(row: Row, tokens: Mapping[str, npt.NDArray[Any]], weights: Mapping[str, float]) -> Trajectory:
+def _trajectory(
+    row: Row, tokens: Mapping[str, npt.NDArray[Any]], allowed: Allowed | None, weights: Mapping[str, float]
+) -> Trajectory:
     if missing := next((name for name in _NEEDED if row[name] is None), None):
         raise ValueError(f"its column {missing} is null")
-    messages = tuple(messages_of(json.loads(row["messages"])))
-    branches = tuple(tuple(messages_of(one)) for one in json.loads(row["branches"] or "[]"))
+    messages = tuple(messages_of(loads(row["messages"])))
+    branches = tuple(tuple(messages_of(one)) for one in loads(row["branches"] or "[]"))
     segments = tuple(Segment(one["start"], one["end"], one["parent"]) for one in row["segments"])
     return Trajectory(
         request_id=row["request"],
-        task=Task(row["task"], _mapping(json.loads(row["task_data"]))),
+        task=Task(row["task"], _mapping(loads(row["task_data"]))),
         sample=row["sample"],
         ids=tokens["ids"],
         loss_mask=tokens["loss_mask"],
         logprobs=tokens["logprobs"],
         weight_version=tokens["weight_version"],
         prompt_length=row["prompt_tokens"],
-        turns=tuple(
-            Turn(one["start"], one["end"], one["reward"], one["trained"], one.get("state") or "")
-            for one in row["turns"]
-        ),
+        turns=_turns(row),
         messages=messages,
         rewards={part["name"]: part["value"] for part in row["rewards"]},
         finish=FinishReason(row["finish"]),
@@ -107,7 +128,7 @@ def _trajectory(row: Row, tokens: Mapping[str, npt.NDArray[Any]], weights: Mappi
         seconds=dict(row["seconds"]),
         spans=tuple(Span(one["part"], one["start"], one["end"]) for one in row["spans"] or ()),
         tools=tuple(row["tools"]),
-        extra=_extra(_mapping(json.loads(row["extra"]))),
+        extra=_extra(_mapping(loads(row["extra"]))),
         segments=segments,
         branches=branches,
         seed=row["seed"],
@@ -116,7 +137,23 @@ def _trajectory(row: Row, tokens: Mapping[str, npt.NDArray[Any]], weights: Mappi
             ImageSpan(one["start"], one["tokens"], (one["time"], one["height"], one["width"]), str(one["hash"]))
             for one in row["images"] or ()
         ),
+        seats={one["name"]: one["reward"] for one in row["seats"] or ()},
+        allowed=allowed,
     )
+
+
+def _turns(row: Row) -> tuple[Turn, ...]:
+    calls = row["calls"] or [_NO_CALL] * len(row["turns"])
+    return tuple(
+        Turn(
+            one["start"], one["end"], one["reward"], one["trained"], one.get("state") or "", call["role"] or "",
+            _mapping(loads(call["asked"] or "{}")), call["untrained"] or "",
+        )
+        for one, call in zip(row["turns"], calls, strict=True)
+    )  # fmt: skip
+
+
+_NO_CALL = {"role": None, "asked": None, "untrained": None}
 
 
 _NEEDED = (
@@ -132,7 +169,7 @@ def _mapping(value: object) -> dict[str, Json]:
 
 
 def _tool_use(use: Mapping[str, Json]) -> ToolUse:
-    metrics = _mapping(json.loads(use["metrics"]))
+    metrics = _mapping(loads(use["metrics"]))
     return ToolUse(use["name"], use["turn"], use["seconds"], use["error"], metrics, use["cut"])
 
 
@@ -141,7 +178,7 @@ def _extra(given: dict[str, Json]) -> dict[str, Json]:
 
 
 def _leaf(messages: Sequence[Json], branches: Sequence[Sequence[Json]], segments: Sequence[Segment]) -> int:
-    """Return the segment in which the conversation of `messages` ends: the last whose path says the same."""
+    """The segment in which the conversation of `messages` ends: the last whose path says the same."""
     for leaf in range(len(branches) - 1, -1, -1):
         said: list[Json] = []
         index = leaf
@@ -154,7 +191,7 @@ def _leaf(messages: Sequence[Json], branches: Sequence[Sequence[Json]], segments
 
 
 def folder_files(folder: Path) -> list[Stored]:
-    """Return the Parquet files of a run folder, or any of its form. Raises UserError: it has none."""
+    """The Parquet files of a run folder, or any of its form. Raises UserError: it has none."""
     if not (folder / TRAJECTORIES).is_dir():
         raise UserError(f"{folder}: not a folder with stored rollouts ({TRAJECTORIES}/ is missing)")
     found = stored_files(folder / TRAJECTORIES)
@@ -167,7 +204,7 @@ def folder_files(folder: Path) -> list[Stored]:
 
 
 def chosen_files(folder: Path, step: int | None = None, split: str | None = None) -> list[Stored]:
-    """Return those of `folder_files` of this step and this split (`train`, or of evaluations), None: of all. Raises
+    """Those of `folder_files` of this step and this split (`train`, or of evaluations), None: of all. Raises
     UserError: there is none."""
     found = folder_files(folder)
     if split is not None:
@@ -184,7 +221,7 @@ def chosen_files(folder: Path, step: int | None = None, split: str | None = None
 
 
 def training_files(given: Sequence[str]) -> list[Path]:
-    """Return the files to train on, a file a step: those that are named, and the training steps of folders.
+    """The files to train on, a file a step: those that are named, and the training steps of folders.
 
     Raises UserError: nothing is stored there, or no tokens.
     """
@@ -198,16 +235,16 @@ def training_files(given: Sequence[str]) -> list[Path]:
             files += own
         elif path.suffix != ".parquet":
             why = "JSON lines hold no tokens" if ".jsonl" in path.name else "expected a run folder or .parquet files"
-            raise UserError(f"{path}: {why if path.exists() else 'there is no such file or folder'}")
+            raise UserError(f"--from {path}: {why if path.exists() else 'there is no such file or folder'}")
         elif not path.is_file():
-            raise UserError(f"{path}: there is no such file")
+            raise UserError(f"--from {path}: there is no such file")
         else:
             files.append(path)
     return [path.absolute() for path in files]
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text, such as `1-40, 60`."""
+    """Ascending numbers as text, such as `1-40, 60`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

@@ -103,7 +103,7 @@ class Stream:
         return len(_unfinished(self._flights))
 
     async def take(self) -> list[Flight]:
-        """Return the next batch, whole, the oldest first; `left_out` says what it cost beside. What it does not take
+        """The next batch, whole, the oldest first; `left_out` says what it cost beside. What it does not take
         stays in flight. Raises what `roll_out` and `keep` raise, as soon as they do."""
         self._fill()
         self._raise_failed()
@@ -198,7 +198,7 @@ class Stream:
         ]
 
     def _chosen(self) -> list[Flight] | None:
-        """Return the next batch; None while it is not whole."""
+        """The next batch; None while it is not whole."""
         waiting = sorted(self._alive, key=lambda flight: flight.number)
         if self._plan.staleness is not None:
             waiting.sort(key=lambda flight: not flight.work.done())
@@ -211,7 +211,7 @@ class Stream:
         return sorted(chosen, key=lambda flight: flight.number)
 
     def _due(self, waiting: Sequence[Flight], staleness: int) -> list[Flight]:
-        """Return those of `waiting` that this batch must take: of the flights of a version and before, no more may be
+        """Those of `waiting` that this batch must take: of the flights of a version and before, no more may be
         left than the batches take that may still train on them. Finished ones first, as `waiting` is ordered."""
         due: list[Flight] = []
         for version in sorted({flight.version for flight in waiting}):

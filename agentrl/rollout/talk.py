@@ -4,7 +4,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Content, Json, Message, Reply, Session, Task
-from agentrl.recipe.schema import Recipe, RewardsSection, RolloutSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.env import RewardsSection
+from agentrl.recipe.sections.rollout import RolloutSection
 
 ENDLESS = 1 << 30
 """Stands for no bound, in `max_turns`, `max_tool_calls` and `max_tokens`."""
@@ -46,11 +48,11 @@ async def nobody() -> None:
 
 
 def apart_from_tasks(recipe: Recipe, **changes: object) -> Recipe:
-    """Return the recipe without its agent and rewards, which belong to its tasks."""
+    """The recipe without its agent and rewards, which belong to its tasks."""
     return recipe.model_copy(update={"agent": None, "rewards": RewardsSection(), **changes})
 
 
 def unhurried(limits: RolloutSection) -> RolloutSection:
-    """Return the limits of a conversation that is as long as the model's context, and takes what time it takes."""
+    """The limits of a conversation that is as long as the model's context, and takes what time it takes."""
     counts = dict.fromkeys(("max_turns", "max_tool_calls", "max_tokens"), ENDLESS)
     return limits.model_copy(update={**counts, "timeout": PATIENCE, "turn_timeout": PATIENCE})

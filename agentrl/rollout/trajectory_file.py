@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from os import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +22,14 @@ import pyarrow.parquet as pq
 import zstandard
 
 from agentrl.checkpoint.disk import flush_file
+from agentrl.constraint import Allowed
 from agentrl.errors import UserError, contained
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE, hashes
+from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json, Message
-from agentrl.recipe.secrets import MASK, masked_text
-from agentrl.trajectory import FinishReason, InvariantError, Learned, Trajectory
+from agentrl.secrets import masked_text, without_known
+from agentrl.trajectory import FinishReason, InvariantError, Learned, Trajectory, Turn
 
 VERSION = 2
 """Of the schema; that of the JSON lines is 1."""
@@ -49,6 +52,7 @@ _IMAGE = [
     ("start", pa.int32()), ("tokens", pa.int32()), ("time", pa.int32()), ("height", pa.int32()), ("width", pa.int32()),
     ("hash", pa.string()),
 ]  # fmt: skip
+_CALL = [("role", pa.string()), ("asked", pa.string()), ("untrained", pa.string())]
 _WAIT = [("part", pa.string()), ("start", pa.float64()), ("end", pa.float64())]
 
 FACTS: dict[str, pa.DataType] = {
@@ -83,6 +87,8 @@ FACTS: dict[str, pa.DataType] = {
     "branches": pa.string(),
     "extra": pa.string(),
     "images": pa.list_(pa.struct(_IMAGE)),
+    "calls": pa.list_(pa.struct(_CALL)),
+    "seats": pa.list_(pa.struct([("name", pa.string()), ("reward", pa.float64())])),
 }
 """Columns of a sample as a whole, and their types."""
 TOKENS: dict[str, pa.DataType] = {
@@ -94,14 +100,18 @@ TOKENS: dict[str, pa.DataType] = {
     "weight_version": pa.list_(pa.int32()),
 }
 """Columns of lists with an entry for each token, and their types."""
-SCHEMA = pa.schema([*FACTS.items(), *TOKENS.items()], {_ABOUT: str(VERSION).encode()})
+ALLOWED = "allowed"
+"""The column of `Trajectory.allowed`: for each token what `constraint.packed` made of the ids that were allowed, null
+where it was not sampled under a constraint; null for a sample without such tokens."""
+SCHEMA = pa.schema([*FACTS.items(), *TOKENS.items(), (ALLOWED, pa.list_(pa.binary()))], {_ABOUT: str(VERSION).encode()})
 
 _SHORT = [name for name, kind in FACTS.items() if not pa.types.is_nested(kind)]
-_ADDED = ("spans", "images")
+_ADDED = ("spans", "images", "calls", "seats", ALLOWED)
 """Columns that files of the first writers of this version lack; they are null there."""
 _SHORT = [name for name in _SHORT if name not in ("task_data", "messages", "branches", "extra")]
 _FEW_VALUES = ["split", "environment", "task", "finish", "left_out", "boundary"]
 _FEW_VALUES += [f"{name}.list.element" for name in TOKENS if "logprobs" not in name]
+_FEW_VALUES += [f"{ALLOWED}.list.element"]
 _PIECE = 128  # samples of a row group; one conversation is read without the rest
 _CHARACTERS = 64_000_000  # of the JSON of a row group, beyond which it holds fewer samples
 
@@ -116,13 +126,12 @@ Record = dict[str, Json]
 """A sample as readers see it; see `read_records`."""
 
 
-def row(
-    trajectory: Trajectory, *, environment: str = "", solved: bool | None = None, secrets: Sequence[str] = ()
-) -> Row:
-    """Return the facts of a sample, without those of its place (`step`, `evaluation`, `split`, `group`, `left_out`).
+def row(trajectory: Trajectory, *, environment: str = "", solved: bool | None = None) -> Row:
+    """The facts of a sample, without secrets and those of its place (`step`, `evaluation`, `split`, `group`,
+    `left_out`).
 
-    environment: that of its task. solved: the environment's word, None where it was not asked for. secrets: texts that
-    are masked wherever they stand. Raises InvariantError: a number is not finite.
+    environment: that of its task. solved: the environment's word, None where it was not asked for. Raises
+    InvariantError: a number is not finite.
     """
     t = trajectory
     found: Row = {
@@ -184,33 +193,47 @@ def row(
             for i in t.images
         ]
         or None,
+        "calls": [_call(turn) for turn in t.turns] if any(map(_is_call, t.turns)) else None,
+        "seats": [{"name": name, "reward": float(value)} for name, value in t.seats.items()] or None,
     }
     _check_finite(found)
-    return _without(found, secrets) if secrets else found
+    masked: Row = _masked(found)
+    return masked
 
 
-def _without(value: object, secrets: Sequence[str]) -> Json:
-    """Return a row, or a part of one, without these texts, which may stand in JSON too."""
+def _is_call(turn: Turn) -> bool:
+    return bool(turn.role or turn.asked or turn.untrained)
+
+
+def _call(turn: Turn) -> Row:
+    asked = as_json(turn.asked) if turn.asked else None
+    return {"role": turn.role or None, "asked": asked, "untrained": turn.untrained or None}
+
+
+def _masked(value: object) -> Json:
+    """A row, or a part of one, without secrets, which may stand in JSON too."""
     if isinstance(value, dict):
-        return {key: _without(item, secrets) for key, item in value.items()}
+        return {key: _masked(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without(item, secrets) for item in value]
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, MASK).replace(encode_plain(secret)[1:-1], MASK)
-    return value
+        return [_masked(item) for item in value]
+    return without_known(value) if isinstance(value, str) else value
 
 
 def _check_finite(row: Row) -> None:
     numbers = [row["reward"] or 0.0, *row["seconds"].values(), *(turn["reward"] for turn in row["turns"])]
     numbers += [part[key] for part in row["rewards"] for key in ("value", "weight")]
     numbers += [use["seconds"] for use in row["tool_uses"]]
+    numbers += [seat["reward"] for seat in row["seats"] or ()]
     if not all(map(math.isfinite, numbers)):
         raise InvariantError(f"{row['request']}: a reward or a time is not finite, and is not written down")
 
 
+FILTERED, SURPLUS = "filtered", "surplus"
+"""Why a whole group was left out of its step: by `algorithm.filter`, or since there were enough by then."""
+
+
 def left_out(trajectory: Trajectory, learned: Learned | None, group: str | None) -> str | None:
-    """Return why a sample of a training step was not trained on; None where it was. learned: None where it is no valid
+    """Why a sample of a training step was not trained on; None where it was. learned: None where it is no valid
     sample. group: why its group teaches nothing by comparison, None where its rewards differ."""
     if not trajectory.valid:
         return "aborted" if trajectory.finish is FinishReason.ABORTED else "failed"
@@ -263,7 +286,7 @@ def _writer(path: Path) -> Iterator[pq.ParquetWriter]:
         ) as writer:
             yield writer
         flush_file(beside)
-        beside.replace(path)
+        replace(beside, path)
     finally:
         beside.unlink(missing_ok=True)
 
@@ -297,7 +320,9 @@ def _batch(
         for t, column in zip(trajectories, given[name], strict=True):
             if column is not None and not np.isfinite(column).all():
                 raise InvariantError(f"{t.request_id}: its {name} are not all finite, and are not written down")
-    return pa.record_batch([*facts, *(_lists(given[name], kind) for name, kind in TOKENS.items())], schema=SCHEMA)
+    tokens = [_lists(given[name], kind) for name, kind in TOKENS.items()]
+    allowed = [None if t.allowed is None else t.allowed.tolist() for t in trajectories]
+    return pa.record_batch([*facts, *tokens, pa.array(allowed, SCHEMA.field(ALLOWED).type)], schema=SCHEMA)
 
 
 def _lists(columns: Sequence[npt.NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
@@ -326,7 +351,7 @@ _NAME = re.compile(r"(?:(step)|eval_(.+))_(\d+)\.(parquet|jsonl|jsonl\.zst)", re
 
 
 def stored_files(folder: Path) -> list[Stored]:
-    """Return the files in a folder of trajectories, by step; of several forms of one, the newest."""
+    """The files in a folder of trajectories, by step; of several forms of one, the newest."""
     found: dict[tuple[int, bool, str], Stored] = {}
     if not folder.is_dir():
         return []
@@ -338,7 +363,7 @@ def stored_files(folder: Path) -> list[Stored]:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
-    """Return the rows of a Parquet file; columns: the names of those that are read, None for all.
+    """The rows of a Parquet file; columns: the names of those that are read, None for all.
 
     Raises UserError: the file is damaged, of a later version, or something else.
     """
@@ -347,7 +372,7 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[Row]:
 
 
 def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None = None) -> pa.Table:
-    """Return the columns of a Parquet file as pyarrow holds them. row: only this one; those far from it are not read.
+    """The columns of a Parquet file as pyarrow holds them. row: only this one; those far from it are not read.
 
     Raises UserError as `read_rows` does, and where there is no such row.
     """
@@ -367,7 +392,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None
 def read_columns(
     path: Path, facts: Sequence[str], tokens: Sequence[str]
 ) -> tuple[list[Row], dict[str, list[npt.NDArray[Any]]]]:
-    """Return the rows of a Parquet file by columns of FACTS, and by name columns of TOKENS: an array [T] a row.
+    """The rows of a Parquet file by columns of FACTS, and by name columns of TOKENS: an array [T] a row.
 
     Raises UserError: as `read_rows`; a row has no array.
     """
@@ -381,6 +406,12 @@ def read_columns(
         columns[name] = [values[start:end].copy() for start, end in pairwise(ends.tolist())]
     rows: list[Row] = table.select(list(facts)).to_pylist()
     return rows, columns
+
+
+def read_allowed(path: Path) -> list[Allowed | None]:
+    """The column ALLOWED of a Parquet file. Raises UserError, as `read_rows`."""
+    rows: list[list[bytes | None] | None] = read_table(path, [ALLOWED])[ALLOWED].to_pylist()
+    return [None if row is None else np.array(row, object) for row in rows]
 
 
 def read_batches(path: Path, columns: Sequence[str], size: int = 1024) -> Iterator[pa.RecordBatch]:
@@ -412,7 +443,7 @@ def _opened(path: Path, wanted: Sequence[str]) -> Iterator[pq.ParquetFile]:
 
 
 def _whole(table: pa.Table, wanted: Sequence[str]) -> pa.Table:
-    """Return a table with all columns that were wanted, in their order."""
+    """A table with all columns that were wanted, in their order."""
     for name in wanted:
         if name not in table.schema.names:
             table = table.append_column(SCHEMA.field(name), pa.nulls(table.num_rows, SCHEMA.field(name).type))
@@ -426,7 +457,7 @@ def _unreadable(path: Path, error: BaseException) -> str:
 
 
 def read_records(path: Path, *, tokens: bool = False) -> list[Record]:
-    """Return the samples of a file of either form, its JSON texts parsed. Raises UserError.
+    """The samples of a file of either form, its JSON texts parsed. Raises UserError.
 
     IN_FLIGHT is read too. A record has the columns of FACTS, but `rewards` and `weights` as mappings, `data` for
     `task_data`, `failure` (boundary and message, or None) for `boundary` and `error`, and `tokens` as counts (prompt,
@@ -440,7 +471,7 @@ def read_records(path: Path, *, tokens: bool = False) -> list[Record]:
 
 
 def record(row: Row) -> Record:
-    """Return a row as a record."""
+    """A row as a record."""
     return _record(dict(row), str(row["request"]))
 
 
@@ -450,12 +481,15 @@ _OTHERWISE = ("boundary", "error", "task_data", "prompt_tokens", "sampled_tokens
 def _record(row: Row, where: str) -> Record:
     found = {name: value for name, value in row.items() if name not in _OTHERWISE}
     try:
-        found["data"] = json.loads(row["task_data"])
-        found["messages"] = messages_of(json.loads(row["messages"]))
-        found["branches"] = [messages_of(one) for one in json.loads(row["branches"] or "[]")]
-        found["extra"] = json.loads(row["extra"])
+        found["data"] = loads(row["task_data"])
+        found["messages"] = messages_of(loads(row["messages"]))
+        found["branches"] = [messages_of(one) for one in loads(row["branches"] or "[]")]
+        found["extra"] = loads(row["extra"])
         for use in found["tool_uses"]:
-            use["metrics"] = json.loads(use["metrics"])
+            use["metrics"] = loads(use["metrics"])
+        for call in found.get("calls") or ():
+            call["asked"] = loads(call["asked"] or "{}")
+        found["seats"] = {seat["name"]: seat["reward"] for seat in row.get("seats") or ()}
         found["rewards"] = {part["name"]: part["value"] for part in row["rewards"]}
         found["weights"] = {part["name"]: part["weight"] for part in row["rewards"]}
         if not all(-1 <= s["parent"] < index for index, s in enumerate(row["segments"])):
@@ -471,7 +505,7 @@ def _record(row: Row, where: str) -> Record:
 
 
 def messages_of(value: Json) -> list[Message]:
-    """Return messages as they are stored. Raises ValueError for what is none."""
+    """Messages as they are stored. Raises ValueError for what is none."""
     if not isinstance(value, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise ValueError("its messages are not a list of objects with a role")
     return value
@@ -484,7 +518,7 @@ def _of_lines(path: Path) -> list[Record]:
             data = zstandard.decompress(data)
         if path.name == IN_FLIGHT:  # its last line may be written right now, or was cut by a kill
             data = data[: data.rfind(b"\n") + 1]
-        found = [json.loads(line) for line in data.split(b"\n") if line]
+        found = [loads(line) for line in data.split(b"\n") if line]
         if path.name == IN_FLIGHT:
             return [record(one) for one in found]
         for one in found:
@@ -509,7 +543,7 @@ class Told:
 
 
 def conversations(record: Mapping[str, Json]) -> list[Told]:
-    """Return every conversation of a record, in the order in which they begin to differ; what a later one has in common
+    """Every conversation of a record, in the order in which they begin to differ; what a later one has in common
     with an earlier one is left out."""
     branches = record.get("branches")
     if not branches:
@@ -542,7 +576,7 @@ def _path(index: int, parents: Sequence[int]) -> list[int]:
 
 
 def as_json(value: object) -> str:
-    """Return anything as JSON: see `_written`. Lone surrogates, which UTF-8 does not have, stand as escapes."""
+    """Anything as JSON: see `_written`. Lone surrogates, which UTF-8 does not have, stand as escapes."""
     plain = value
     try:
         text = encode_plain(value) if _is_plain(value) else None
@@ -551,15 +585,15 @@ def as_json(value: object) -> str:
     if text is None:
         plain = _written(value, (), _Room())
         text = encode_plain(plain)
-    return text if _encodes(text) else json.dumps(plain, allow_nan=False)
+    return text if _encodes(text) else dumps(plain, allow_nan=False)
 
 
 encode_plain = json.JSONEncoder(ensure_ascii=False, allow_nan=False, check_circular=False).encode
-"""Returns the JSON of a value without circles, in a third less time."""
+"""The JSON of a value without circles, in a third less time."""
 
 
 def _is_plain(value: Json) -> bool:
-    """Return whether a value is of JSON's own types and not too large, as nearly all are; see `_written`."""
+    """Whether a value is of JSON's own types and not too large, as nearly all are; see `_written`."""
     values = letters = 0
     waiting = [value]
     while waiting and values <= _VALUES:
@@ -600,12 +634,12 @@ def _text(text: str) -> str:
 
 
 def _line(text: str) -> str:
-    """Return a line of the machinery, without what looks like a secret in it."""
+    """A line of the machinery, without what looks like a secret in it."""
     return _text(masked_text(text))
 
 
 def _lines(value: object) -> Json:
-    """Return lines of the machinery likewise, and anything else as it is."""
+    """Lines of the machinery likewise, and anything else as it is."""
     if not isinstance(value, tuple):
         return value
     return [masked_text(line) if isinstance(line, str) else line for line in value]
@@ -650,7 +684,7 @@ def _written(value: object, inside: tuple[object, ...], room: _Room) -> Json:
 
 
 def _held(text: str, room: _Room) -> str:
-    """Return a text, as long as there is room."""
+    """A text, as long as there is room."""
     if len(text) > room.letters:
         return f"<{len(text)} characters left out>"
     room.letters -= len(text)
@@ -658,7 +692,7 @@ def _held(text: str, room: _Room) -> str:
 
 
 def _some(items: Any, room: _Room) -> Iterator[Json]:
-    """Return `items`, as long as there is room."""
+    """`items`, as long as there is room."""
     for item in items:
         yield item
         room.values -= 1

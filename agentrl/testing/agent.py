@@ -13,7 +13,7 @@ from typing import Any
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.plugins.types import Content, Json, Message
-from agentrl.recipe.schema import RolloutSection
+from agentrl.recipe.sections.rollout import RolloutSection
 
 Turn = Callable[[int], Awaitable[str | None]]
 """From a turn's number, counted from 0, to its text. None: the agent leaves, and the request is ABORTED."""
@@ -25,17 +25,17 @@ _CALL = re.compile(r"/([A-Za-z_][\w.-]*)(?:\s+(.*))?$")
 
 
 def call(name: str, /, **arguments: Json) -> str:
-    """Return the line that calls a tool."""
+    """The line that calls a tool."""
     return f"/{name} {json.dumps(arguments, ensure_ascii=False)}"
 
 
 def plain_text(text: str) -> str:
-    """Return `text` as lines of a turn that call nothing."""
+    """`text` as lines of a turn that call nothing."""
     return "\n".join(f"/{line}" if line.startswith("/") else line for line in text.split("\n"))
 
 
 def without_token_limits(limits: RolloutSection, **changes: Any) -> RolloutSection:
-    """Return `limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
+    """`limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
     endless: dict[str, Json] = {"max_tokens": NO_LIMIT, "max_turn_tokens": NO_LIMIT, "max_tool_tokens": NO_LIMIT}
     endless |= {"max_total_tokens": None, "compact": None}
     return limits.model_copy(update={**endless, **changes})
@@ -83,7 +83,7 @@ class TextChat:
 
 
 def _text(content: Content | None) -> str:
-    """Return a content as text, in which an image is its name."""
+    """A content as text, in which an image is its name."""
     if not isinstance(content, list):
         return str(content)
     return "".join(str(part["text"]) if "text" in part else f"[{part['type']}]" for part in content)
@@ -141,7 +141,7 @@ class TextEngine(Engine):
 
 
 def scripted(turns: Sequence[str]) -> Turn:
-    """Return the agent that says these turns, one after the other; wanted more often, it fails with a clear line."""
+    """The agent that says these turns, one after the other; wanted more often, it fails with a clear line."""
 
     async def turn(number: int) -> str:
         if number >= len(turns):

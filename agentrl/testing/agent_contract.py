@@ -13,7 +13,8 @@ from agentrl.plugins.agent import Agent, AgentClient, FunctionAgent, Outcome, ag
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Task
-from agentrl.recipe.schema import AgentSection, RolloutSection
+from agentrl.recipe.sections.agent import AgentSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.agent import AgentRequest
 from agentrl.rollout.conversation_tree import Node
 from agentrl.testing.environment import made_environment
@@ -112,7 +113,7 @@ class _Watched(Agent):
         await self.agent.release(outcome)
 
     async def ended(self) -> bool:
-        """Return whether all its rollouts end in time."""
+        """Whether all its rollouts end in time."""
         end = asyncio.get_running_loop().time() + END_SECONDS
         while self.running and asyncio.get_running_loop().time() < end:
             await asyncio.sleep(0.005)
@@ -251,7 +252,7 @@ class _Contract:
 
 
 def _change(before: Node, node: Node) -> str:
-    """Return the first message in which a call differs from the conversation before it."""
+    """The first message in which a call differs from the conversation before it."""
     if node.call.tools != before.call.tools:
         return "it offers other tools"
     given = node.call.messages

@@ -14,7 +14,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_tool
 from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import ArgumentError, Json, Session, Task
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 from agentrl.rollout.event_loop import blocking, run
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 def made_tool(tool: Tool | type[Tool] | str) -> Tool:
-    """Return an object, a class that needs no argument, or an installed name, as a tool."""
+    """An object, a class that needs no argument, or an installed name, as a tool."""
     made: Any = (
         make_tool(ToolSection(name=tool)) if isinstance(tool, str) else tool() if isinstance(tool, type) else tool
     )
@@ -146,13 +146,13 @@ def _require_check(tool: Tool, what: str) -> None:
 
 
 def session(task: Task, number: int, environment: Session | None = None) -> Session:
-    """Return the `number`-th session of a task here; their `rng`s are alike, so that what they do can be compared."""
+    """The `number`-th session of a task here; their `rng`s are alike, so that what they do can be compared."""
     deadline = time.monotonic() + HOOK_SECONDS
     return Session(f"{task.id}#{number}", task, random.Random(0), deadline, [], environment=environment)
 
 
 async def hook(work: Awaitable[T], what: str) -> T:
-    """Return the result of a hook that must not raise, and must end in time."""
+    """The result of a hook that must not raise, and must end in time."""
     try:
         async with asyncio.timeout(HOOK_SECONDS):
             return await work
@@ -163,14 +163,14 @@ async def hook(work: Awaitable[T], what: str) -> T:
 
 
 def number(value: Any, what: str) -> float:
-    """Return a finite number. Raises AssertionError."""
+    """A finite number. Raises AssertionError."""
     good = (isinstance(value, int | float) and not isinstance(value, bool)) or hasattr(value, "__float__")
     require(good and math.isfinite(value), f"{what} must be a finite number, got {value!r}")
     return float(value)
 
 
 def sizes(plugin: object) -> dict[str, int]:
-    """Return how much a plugin's own containers hold, by attribute."""
+    """How much a plugin's own containers hold, by attribute."""
     held = vars(plugin) if hasattr(plugin, "__dict__") else {}
     return {name: len(value) for name, value in held.items() if isinstance(value, dict | list | set)}
 
@@ -190,7 +190,7 @@ async def require_no_growth(plugin: object, what: str, many: Callable[[], Awaita
 
 
 def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
-    """Return the index where they begin to differ."""
+    """The index where they begin to differ."""
     return next((i for i in range(max(len(a), len(b))) if a[i : i + 1] != b[i : i + 1]), None)
 
 

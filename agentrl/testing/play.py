@@ -11,7 +11,8 @@ from agentrl.plugins.agent import Agent as SolvingAgent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task
-from agentrl.recipe.schema import AgentSection, RolloutSection
+from agentrl.recipe.sections.agent import AgentSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.agent import AgentDriver, AgentRequest
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.request import AsyncRolloutRequest
@@ -81,13 +82,13 @@ class Stage:
         self.driver = Driver(**parts) if holder is None else _agent_driver(holder, parts)
 
     def request(self, task: Task, turn: Turn, seed: int = 0, sample: int = 0) -> AsyncRolloutRequest:
-        """Return a request whose turns are the agent's."""
+        """A request whose turns are the agent's."""
         made = self.driver.request(task, sample, seed=seed)
         self.engine.seat(made.id, turn, branches=isinstance(made, AgentRequest))
         return made
 
     async def play(self, task: Task, agent: Agent, sample: int = 0) -> Trajectory:
-        """Return a task from the first hook to the last."""
+        """A task from the first hook to the last."""
         request = self.driver.request(task, sample)
         self.engine.seat(request.id, turns_of(agent, request), branches=isinstance(request, AgentRequest))
         return await self.driver.drive(request)
@@ -99,17 +100,17 @@ def _agent_driver(holder: Holder, parts: dict[str, Any]) -> AgentDriver:
 
 
 def asked(request: AsyncRolloutRequest) -> Sequence[Message]:
-    """Return the messages that the model is to answer now."""
+    """The messages that the model is to answer now."""
     return request.tree.nodes[-1].call.messages if isinstance(request, AgentRequest) else request.messages
 
 
 def for_whole_task(agent: Agent) -> bool:
-    """Return whether it gives the turns of a task beforehand, not one by one."""
+    """Whether it gives the turns of a task beforehand, not one by one."""
     return len(inspect.signature(agent).parameters) == 1
 
 
 def turns_of(agent: Agent, request: AsyncRolloutRequest) -> Turn:
-    """Return what `agent` says in a request, turn by turn."""
+    """What `agent` says in a request, turn by turn."""
     task = request.task
     if for_whole_task(agent):
         told = agent(task)  # type: ignore[call-arg]

@@ -16,7 +16,7 @@ from rich.text import Text
 from agentrl.errors import UserError
 from agentrl.eval.result import Accuracy
 from agentrl.plugins.types import Json
-from agentrl.recipe.secrets import masked_text
+from agentrl.secrets import masked_text
 from agentrl.terminal import terminal
 
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -24,7 +24,7 @@ WIDTH = 48  # maximum width of a curve, in characters
 
 
 def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> str:
-    """Return a curve from `low` to `high` in block characters, averaged down to at most WIDTH columns."""
+    """A curve from `low` to `high` in block characters, averaged down to at most WIDTH columns."""
     if not values:
         return ""
     columns = min(len(values), WIDTH)
@@ -35,7 +35,7 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
 
 
 def _selected(metrics: Mapping[str, Json]) -> str:
-    """Return how many groups of those sampled a step trains on; empty where it trains on all."""
+    """How many groups of those sampled a step trains on; empty where it trains on all."""
     if "groups/kept" not in metrics:
         return ""
     given_up = f", {metrics['groups/abandoned']} abandoned" if metrics["groups/abandoned"] else ""
@@ -81,7 +81,7 @@ class Display:
         self.latest: dict[str, float] = {}
         """Metrics of the last step."""
         self._phase = ""
-        self._ended = False
+        self._closed: str | None = None
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=40),
@@ -103,18 +103,19 @@ class Display:
             self._live.stop()
 
     def _print(self, shown: Any, **how: Any) -> None:
-        """Print, unless stdout is closed. Raises UserError, once, if it was closed or cannot be written to."""
+        """Print, unless stdout was closed or cannot be written to, which `check` raises."""
         try:
             self.console.print(shown, **how)
         except (OSError, SystemExit) as error:  # rich exits when a pipe has no reader
             self.console.quiet = True
             why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
-            if not self._ended:
-                raise UserError(f"stdout was closed, so nobody sees the progress of the run{why}") from None
+            self._closed = f"stdout was closed, so nobody sees the progress of the run{why}"
 
-    def end(self) -> None:
-        """Ignore a closed stdout from now on: the run has ended, and nothing is lost."""
-        self._ended = True
+    def check(self) -> None:
+        """Raise UserError, once, if nobody sees what is shown. The run asks between steps, where nothing is lost."""
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            raise UserError(closed)
 
     def note(self, text: str) -> None:
         """Print a line, which stays above the live display."""
@@ -158,7 +159,7 @@ class Display:
         )
 
     def _more(self, metrics: Mapping[str, Json]) -> str:
-        """Return what a step's line says between its value and its speed."""
+        """What a step's line says between its value and its speed."""
         return _selected(metrics)
 
     def _curve(self) -> str:

@@ -5,7 +5,7 @@ steps are logged: a step that is interrupted before its update is complete leave
 """
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from agentrl.rollout.metrics import by_environment, reward_metrics
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
-from agentrl.training.rollouts import Rollouts
+from agentrl.training.rollouts import Rollouts, StepGroups
 from agentrl.training.trackers import Trackers, samples_of
 from agentrl.trajectory import Group
 
@@ -84,13 +84,15 @@ class Loop:
     _saved: int = -1  # step of the last checkpoint
     _unwritten: dict[str, Json] | None = None  # the row that could not be appended to metrics.jsonl
     _accuracy: float | None = None  # accuracy of `step` on the split that chooses the best checkpoint, if evaluated
+    _updating: bool = False
     _weights_checked: bool = False
     _findings: list[Finding] = field(default_factory=list)  # those of the next row of metrics
+    _to_show: list[Callable[[], None]] = field(default_factory=list)  # what `_record` shows, in this order
 
     @property
     def whole(self) -> bool:
         """Whether the weights are those of `step`, without optimizer steps of an unfinished update."""
-        return self.learner.updates == self._updates
+        return self.learner.updates == self._updates and not self._updating
 
     def run(self) -> bool:
         """Run the steps up to the last, save the last one, and return whether the run was interrupted.
@@ -101,15 +103,17 @@ class Loop:
         self._kl_coef = self.learner.kl_coef
         self._saved = self.step if self.step else -1
         self.folder.remember()
-        self._find(self.health.before_start())
+        self._findings += self.health.before_start()
+        self._show(self._findings)
         interrupted = False
         try:
             if self.step == 0:
                 before = self.recipe.eval.before
                 self.before, measured = self._evaluate(self.held_out.splits) if before else ({}, {})
-                self._log({"step": 0, **measured})
+                self._record({"step": 0, **measured})
             self.display.begin()
             while self.step < self.rollouts.steps:
+                self.display.check()
                 self._one_step()
         except Interrupted:
             interrupted = True
@@ -131,14 +135,13 @@ class Loop:
         if self.recipe.env.mix:
             metrics |= by_environment(found.sampled, partial(environment_of, self.player.env))
         metrics |= self._update(step, groups)
-        self.journal.forget(found.left_out)
         self.step, self._sampler, self._updates = step, self.rollouts.state(), self.learner.updates
         self._kl_coef = self.learner.kl_coef
         self._accuracy = None
         try:
-            self._finish_step(groups, metrics, start)
+            self._finish_step(found, metrics, start)
         finally:  # the update is complete: neither an interrupt nor an error loses the step
-            self._log({"step": step, **metrics})
+            self._record({"step": step, **metrics})
         every = self.recipe.train.save_every
         if (every and step % every == 0) or self._is_best():
             self.save()
@@ -148,20 +151,25 @@ class Loop:
         start = perf_counter()
         shown = (span.hash for group in groups for t in group.trajectories for span in t.images)
         STORE.copy(shown, self.folder.path / IMAGES)  # for workers, also where another run stored them
-        with self.profiler.phase(TRAIN, step):
-            metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
+        self._updating = True
+        try:
+            with self.profiler.phase(TRAIN, step):
+                metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
+        finally:
+            self._updating = False
         seconds = perf_counter() - start
         return metrics | {"time/train_s": seconds, "train/tokens_per_s": metrics.get("train/tokens", 0) / seconds}
 
-    def _finish_step(self, groups: Sequence[Group], metrics: dict[str, Json], start: float) -> None:
-        """Publish, report and evaluate after the update; add to `metrics`. start: perf_counter() as the step began."""
+    def _finish_step(self, found: StepGroups, metrics: dict[str, Json], start: float) -> None:
+        """Publish, keep the trajectories and evaluate after the update; add to `metrics`. start: perf_counter() as the
+        step began."""
         step, trained = self.step, perf_counter()
         with self.profiler.phase(SYNC, step):
             self.rollouts.publish(step)
         metrics |= {"time/sync_s": perf_counter() - trained, **self.profiler.take(metrics["time/train_s"])}
         metrics["time/step_s"] = perf_counter() - start
-        self.display.step(step, metrics)
-        self.journal.step(step, groups, self.learner.learned)
+        self._to_show.append(partial(self.display.step, step, metrics))
+        self.journal.step(step, found.groups, self.learner.learned, left_out=found.left_out)
         metrics |= self._evaluate_when_due(step)
 
     def _evaluate_when_due(self, step: int) -> dict[str, Json]:
@@ -177,7 +185,7 @@ class Loop:
         return measured
 
     def _evaluate(self, splits: Sequence[str]) -> tuple[dict[str, Accuracy], dict[str, float]]:
-        """Return the accuracies of these splits, and their metrics."""
+        """The accuracies of these splits, and their metrics."""
         if not splits:
             return {}, {}
         self.display.phase("evaluating")
@@ -188,14 +196,16 @@ class Loop:
             result, groups = self.interrupts.run(partial(self.held_out.play, split, after=self.step))
             found[split] = result.interval
             metrics |= {f"eval/{split}/{name}": value for name, value in _held_out(result, groups).items()}
-            self._report_failures(f"evaluation of {split} after step {self.step}", groups)
             self.journal.evaluation(split, self.step, groups, self.held_out.solved)
+            self._to_show.append(
+                partial(self._report_failures, f"evaluation of {split} after step {self.step}", groups)
+            )
             if self.trackers:
                 environment = partial(environment_of, self.player.env)
-                shown = samples_of(groups, self.held_out.solved, environment, self.recipe.secrets)
+                shown = samples_of(groups, self.held_out.solved, environment)
                 self.trackers.conversations(self.step, split, shown)
         if found:
-            self.display.evaluation(self.step, found, self.held_out.choosing)
+            self._to_show.append(partial(self.display.evaluation, self.step, found, self.held_out.choosing))
         return found, metrics
 
     def _report_failures(self, what: str, groups: Sequence[Group]) -> None:
@@ -204,7 +214,8 @@ class Loop:
 
     def _report_missing(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Report a step for which dynamic sampling found fewer groups than it wants."""
-        kept, needed = metrics.get("groups/kept", 0), self.recipe.rollout.tasks
+        needed = self.recipe.rollout.tasks
+        kept = metrics.get("groups/kept", needed)  # stored rollouts are not selected again
         if self.recipe.algorithm.dynamic_sampling is not None and kept < needed:
             sampled = kept + metrics["groups/left_out"]
             self.display.note(
@@ -219,14 +230,15 @@ class Loop:
             self.display.note(f"rewards.weights: no {', '.join(unused)} in this step{nearest(unused[0], parts)}")
         self._weights_checked = True
 
-    def _find(self, findings: Sequence[Finding]) -> None:
-        """Show findings, and keep them for the next row."""
+    def _show(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             self.display.note(finding.line)
-        self._findings += findings
 
-    def _log(self, metrics: Mapping[str, Json]) -> None:
-        self._find(self.health.step(metrics))
+    def _record(self, metrics: Mapping[str, Json]) -> None:
+        """Write down the row of a step, whose trajectories the journal has by now, and show the step after that: what
+        is shown may fail, and loses nothing then."""
+        found, shown, self._to_show = self.health.step(metrics), self._to_show, []
+        self._findings += found
         row = dict(metrics) | ({"health": [finding._asdict() for finding in self._findings]} if self._findings else {})
         self._findings = []
         try:
@@ -234,9 +246,12 @@ class Loop:
         except OSError:  # the checkpoint keeps the row, and a resumed run appends it
             self._unwritten = row
             raise
+        self.trackers.log(metrics["step"], metrics)
+        for show in shown:
+            show()
+        self._show(found)
         if bad:
             self.display.note(f"step {metrics['step']}: not finite, so left out of metrics.jsonl: {', '.join(bad)}")
-        self.trackers.log(metrics["step"], metrics)
 
     def _is_best(self) -> bool:
         """Whether the step was evaluated and is better than all before; remember its accuracy then."""
@@ -268,8 +283,9 @@ class Loop:
         self.checkpoints.finish()
 
     def save_after_error(self) -> None:
-        """Restore the run folder if it was deleted, then `save_and_wait`. Raises NotSaved."""
-        if self.folder.put_back():
+        """Restore the run folder if it was deleted, then `save_and_wait`, again where the checkpoints were removed.
+        Raises NotSaved."""
+        if self.folder.put_back() or self.checkpoints.removed:
             with suppress(NotSaved):  # the checkpoint being written was deleted with the folder
                 self.checkpoints.finish()
             self._saved = -1
@@ -277,7 +293,7 @@ class Loop:
 
 
 def _held_out(result: SplitResult, groups: Sequence[Group]) -> dict[str, float]:
-    """Return the metrics of an evaluation of a split, without `eval/<split>/`."""
+    """The metrics of an evaluation of a split, without `eval/<split>/`."""
     return {
         "accuracy": result.accuracy,
         "accuracy_low": result.low,

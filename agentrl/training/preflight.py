@@ -15,7 +15,7 @@ from agentrl.cluster.placement import Expected, Placement, place
 from agentrl.cluster.session import reach
 from agentrl.compute.batch import Array, Batch
 from agentrl.compute.classifier import classifier_config
-from agentrl.data.sampler import TaskSampler, filtered, make_sampler
+from agentrl.data.sampler import TaskSampler, make_sampler, restrict
 from agentrl.engine.base import engine_class, launched_by
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import check_tasks, choosing_split, chosen_splits
@@ -104,12 +104,12 @@ def check_run(recipe: Recipe) -> Checked:
     needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
     check_tasks(env, needed, recipe)
     sampler = make_sampler(recipe.data, tasks, recipe.train.seed)
-    sampler.excluded = filtered(recipe.data, tasks)
+    restrict(sampler, recipe.data, tasks)
     return Checked(env, splits, choosing, tasks, sampler, trackers, placement_of(recipe))
 
 
 def with_epochs(recipe: Recipe, checked: Checked) -> Recipe:
-    """Return the recipe with the steps that `data.epochs` says."""
+    """The recipe with the steps that `data.epochs` says."""
     if recipe.data.epochs is None:
         return recipe
     steps = math.ceil(recipe.data.epochs * (len(checked.tasks) - len(checked.sampler.excluded)) / recipe.rollout.tasks)
@@ -117,11 +117,11 @@ def with_epochs(recipe: Recipe, checked: Checked) -> Recipe:
 
 
 def told_of_data(recipe: Recipe, checked: Checked) -> list[str]:
-    """Return lines that say how many tasks are trained on, and for how many steps, where the recipe leaves that
+    """Lines that say how many tasks are trained on, and for how many steps, where the recipe leaves that
     open."""
     data, left = recipe.data, len(checked.tasks) - len(checked.sampler.excluded)
     lines = []
-    if data.filter is not None:
+    if data.filter is not None and checked.sampler.keep is None:
         lines.append(f"data.filter {data.filter.name!r} keeps {left} of {len(checked.tasks)} tasks")
     if data.epochs is not None:
         lines.append(
@@ -164,7 +164,7 @@ def check_algorithm(recipe: Recipe) -> None:
 
 
 def _invented_step(recipe: Recipe) -> Batch:
-    """Return as many samples as the recipe's step has, of one to four tokens, some right and some wrong in every
+    """As many samples as the recipe's step has, of one to four tokens, some right and some wrong in every
     task, with the columns that the recipe's advantage may read."""
     limits = recipe.rollout
     size = limits.tasks * limits.n
@@ -215,7 +215,7 @@ def lacking(recipe: Recipe) -> list[str]:
 
 
 def placement_of(recipe: Recipe, *, member: bool = False, expected: Expected | None = None) -> Placement:
-    """Return the table of the run's devices on this machine; see `place`. Raises UserError for flags of servers that
+    """The table of the run's devices on this machine; see `place`. Raises UserError for flags of servers that
     should be numbers."""
     launched = launched_by(recipe.engine)
     return place(recipe, launched, torch.cuda.device_count(), expected=expected or Expected(), member=member)
@@ -266,7 +266,7 @@ def _lacking_cluster(recipe: Recipe) -> list[str]:
 
 
 def _error_line(check: Callable[[], object]) -> list[str]:
-    """Return the message of the UserError that `check` raises."""
+    """The message of the UserError that `check` raises."""
     try:
         check()
     except UserError as error:

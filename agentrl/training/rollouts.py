@@ -2,7 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
@@ -11,12 +12,14 @@ from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.held_out import solved_by
 from agentrl.plugins.types import Json, Task
-from agentrl.recipe.schema import DataSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.env import DataSection
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import Player
 from agentrl.rollout.selection import GroupFilter, Selection, Showable, at_once, make_filter, most_groups
 from agentrl.rollout.stored import read_groups
 from agentrl.rollout.stream import Flight, Plan, Stream
+from agentrl.rollout.trajectory_file import FILTERED, SURPLUS
 from agentrl.threads import in_thread
 from agentrl.training.interrupt import Interrupts
 from agentrl.trajectory import Group
@@ -26,7 +29,7 @@ T = TypeVar("T")
 OnGroup = Callable[[Group], None]
 """Called with each group as its last sample ends, in the event loop."""
 Weights = Callable[[], WeightSource | None]
-"""Returns the weights for the engine; None for an engine that shares the trainer's weights."""
+"""The weights for the engine; None for an engine that shares the trainer's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,13 @@ class StepGroups:
     """Those that are trained on."""
     metrics: dict[str, Json]
     """Of all that were sampled."""
-    left_out: Sequence[Group] = ()
-    """Those that `algorithm.filter` left out."""
+    left_out: Mapping[str, Sequence[Group]] = field(default_factory=dict)
+    """Those that are not, by why."""
 
     @property
     def sampled(self) -> list[Group]:
         """All that were sampled whole."""
-        return [*self.groups, *self.left_out]
+        return [*self.groups, *chain(*self.left_out.values())]
 
 
 class Rollouts(ABC):
@@ -77,7 +80,7 @@ class Rollouts(ABC):
 
     @abstractmethod
     def next(self, step: int) -> StepGroups:
-        """Return the groups that step `step` trains on, and what they cost. Raises Interrupted."""
+        """The groups that step `step` trains on, and what they cost. Raises Interrupted."""
 
     @abstractmethod
     def learn(self, work: Callable[[], T]) -> T:
@@ -100,7 +103,7 @@ class Rollouts(ABC):
         return {"data/epoch": self._sampler.progress} if self._selects or self._recipe.data != DataSection() else {}
 
     def state(self) -> dict[str, Json]:
-        """Return the state, as JSON values, from which a resumed run chooses the same next tasks."""
+        """The state, as JSON values, from which a resumed run chooses the same next tasks."""
         return self._sampler.state()
 
     def restore(self, step: int, state: Mapping[str, Json]) -> None:
@@ -132,12 +135,14 @@ class SerialRollouts(Rollouts):
         self._interrupts.run(play)
         self._outstanding = [*chosen.abandoned, *self._outstanding]
         seconds = perf_counter() - start
-        groups, left_out = chosen.groups(kept=True), [*chosen.groups(kept=False), *chosen.surplus]
-        metrics = _with_speed([*groups, *left_out], seconds, seconds)
+        left_out = {FILTERED: chosen.groups(kept=False), SURPLUS: chosen.surplus}
+        found = StepGroups(chosen.groups(kept=True), {}, left_out)
+        metrics = _with_speed(found.sampled, seconds, seconds)
         metrics |= self._measured((chosen.drawn[place], group) for place, (group, _) in sorted(chosen.whole.items()))
         if self._selects:
-            metrics |= selection_metrics(groups, left_out, len(chosen.abandoned))
-        return StepGroups(groups, metrics, left_out)
+            metrics |= selection_metrics(found, len(chosen.abandoned))
+        found.metrics.update(metrics)
+        return found
 
     def _draw(self) -> tuple[int, Task]:
         index = self._outstanding.pop(0) if self._outstanding else self._sampler.draw(1)[0]
@@ -181,7 +186,7 @@ class StoredRollouts(SerialRollouts):
     def next(self, step: int) -> StepGroups:
         start = perf_counter()
         path = self._files[step - 1]
-        groups = read_groups(path, self._recipe.rewards.weights)
+        groups = read_groups(path, self._recipe.rewards.weights, trained=True)
         self._check(path, groups)
         metrics = rollout_metrics(groups)
         return StepGroups(groups, {**metrics, "time/rollout_s": perf_counter() - start, "rollout/tokens_per_s": 0.0})
@@ -239,13 +244,15 @@ class OverlappedRollouts(Rollouts):
         waited, elapsed, self._taken = perf_counter() - start, perf_counter() - self._taken, perf_counter()
         if self._in_order:
             self._update_engine()  # the batch is complete and nothing else is in flight
-        groups, left_out = ([f.work.result()[0] for f in some] for some in (flights, self._stream.left_out))
-        metrics = {**_with_speed([*groups, *left_out], waited, elapsed), **self._staleness(flights)}
+        groups, filtered = ([f.work.result()[0] for f in some] for some in (flights, self._stream.left_out))
+        found = StepGroups(groups, {}, {FILTERED: filtered})
+        metrics = {**_with_speed(found.sampled, waited, elapsed), **self._staleness(flights)}
         ended = sorted([*flights, *self._stream.left_out], key=lambda flight: flight.number)
         metrics |= self._measured((flight.index, flight.work.result()[0]) for flight in ended)
         if self._selects:
-            metrics |= selection_metrics(groups, left_out, 0)
-        return StepGroups(groups, metrics, left_out)
+            metrics |= selection_metrics(found, 0)
+        found.metrics.update(metrics)
+        return found
 
     def learn(self, work: Callable[[], T]) -> T:
         return self._interrupts.complete(lambda: in_thread(work))
@@ -272,7 +279,7 @@ class OverlappedRollouts(Rollouts):
         self._interrupts.complete(update)
 
     def _staleness(self, flights: Sequence[Flight]) -> dict[str, Json]:
-        """Return the metrics of staleness: updates between the weights that started a group and those being trained."""
+        """The metrics of staleness: updates between the weights that started a group and those being trained."""
         ages = [self._trained - flight.version for flight in flights]
         return {
             "rollout/staleness_mean": sum(ages) / max(1, len(ages)),
@@ -292,10 +299,11 @@ class OverlappedRollouts(Rollouts):
         await self._stream.close()
 
 
-def selection_metrics(groups: Sequence[Group], left_out: Sequence[Group], abandoned: int) -> dict[str, float]:
-    """Return what it took to find the groups of a step. abandoned: groups given up while they were sampled."""
+def selection_metrics(found: StepGroups, abandoned: int) -> dict[str, float]:
+    """What it took to find the groups of a step. abandoned: groups given up while they were sampled."""
+    left_out = list(chain(*found.left_out.values()))
     return {
-        "groups/kept": len(groups),
+        "groups/kept": len(found.groups),
         "groups/left_out": len(left_out),
         "groups/abandoned": abandoned,
         "rollout/left_out_tokens": sum(t.sampled_tokens for g in left_out for t in (*g.trajectories, *g.failed)),
@@ -303,7 +311,7 @@ def selection_metrics(groups: Sequence[Group], left_out: Sequence[Group], abando
 
 
 def _with_speed(groups: Sequence[Group], waited: float, elapsed: float) -> dict[str, Json]:
-    """Return the metrics of `groups`. waited: seconds that this step waited for them. elapsed: seconds since the last
+    """The metrics of `groups`. waited: seconds that this step waited for them. elapsed: seconds since the last
     batch, the time over which tokens per second are computed."""
     sampled = sum(t.sampled_tokens for g in groups for t in (*g.trajectories, *g.failed))
     return {**rollout_metrics(groups), "time/rollout_s": waited, "rollout/tokens_per_s": sampled / elapsed}

@@ -15,6 +15,7 @@ from agentrl.checkpoint.run_folder import ERRORS, RECIPE, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
+from agentrl.eval.result import Accuracy
 from agentrl.eval.why import reasons
 from agentrl.learner.monitors import RANGES
 from agentrl.models.load import load_tokenizer, resolve_types
@@ -23,12 +24,14 @@ from agentrl.recipe.schema import Recipe
 from agentrl.remote import is_remote
 from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.stored import training_files
+from agentrl.secrets import masked_text
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run, told_of_data, with_epochs
 from agentrl.training.setup import Start, set_up, stored_of
 from agentrl.view.freeze import write_report
+from agentrl.weights.transports.shared_memory import expand_segments
 
 FIXED = ("env", "data", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,
@@ -107,7 +110,7 @@ def resume_run(
 
 
 def local_run(run: str, overrides: Sequence[str]) -> str:
-    """Return the folder of a run to resume: `run`, or a copy of the mirror at that URL, in the folder that `output=`
+    """The folder of a run to resume: `run`, or a copy of the mirror at that URL, in the folder that `output=`
     names. Raises UserError."""
     if not is_remote(run):
         return run
@@ -118,7 +121,7 @@ def local_run(run: str, overrides: Sequence[str]) -> str:
 def _start(
     recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, stored: Sequence[str]
 ) -> TrainResult:
-    with Interrupts() as interrupts:
+    with Interrupts(recipe.rollout.stuck_timeout) as interrupts:
 
         def prepare(folder: RunFolder | None, restarted: bool) -> Start:
             return _prepare(recipe, name, folder, display, interrupts, stored, restarted)
@@ -138,6 +141,7 @@ def run_with_restarts(
 
     prepare: checks and locks a folder (None: a new one), told whether the program itself restarts the run. make: makes
     the parts of the run."""
+    expand_segments(recipe)
     folder = resumed
     for left in range(recipe.cluster.restarts, -1, -1):
         start = prepare(folder, left < recipe.cluster.restarts)
@@ -193,7 +197,7 @@ def _prepare(
 
 
 def last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:
-    """Return the checkpoint that a resumed run continues from; None where it has none and the program itself restarts
+    """The checkpoint that a resumed run continues from; None where it has none and the program itself restarts
     it. Raises UserError."""
     saved = Checkpoints(resumed.checkpoints, recipe.train.keep).latest()
     if saved is None and not restarted:
@@ -202,7 +206,7 @@ def last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Save
 
 
 def _former_files(saved: Saved | None, stored: Sequence[str]) -> Sequence[str]:
-    """Return what a resumed run trains on. Raises UserError: it samples, and is asked to train on `stored`."""
+    """What a resumed run trains on. Raises UserError: it samples, and is asked to train on `stored`."""
     former = stored_of(saved) if saved is not None else []
     if saved is not None and stored and not former:
         raise UserError("--from: the run that is resumed samples its rollouts; start a new run to train on stored ones")
@@ -210,7 +214,7 @@ def _former_files(saved: Saved | None, stored: Sequence[str]) -> Sequence[str]:
 
 
 def told_of_stored(stored: Sequence[str], files: Sequence[Path], recipe: Recipe) -> list[str]:
-    """Return lines that say what is trained on, and why a run's updates are not repeated to the bit where they are
+    """Lines that say what is trained on, and why a run's updates are not repeated to the bit where they are
     not. Raises UserError: another tokenizer made the tokens."""
     if not files:
         return []
@@ -228,7 +232,7 @@ def told_of_stored(stored: Sequence[str], files: Sequence[Path], recipe: Recipe)
 
 
 def _unlike(folder: Path, former: Recipe, recipe: Recipe, files: Sequence[Path]) -> list[str]:
-    """Return what keeps the updates of the run in `folder` from being repeated to the bit."""
+    """What keeps the updates of the run in `folder` from being repeated to the bit."""
     why = []
     if line := changes(RunFolder(folder).recipe(), recipe, _TRAINED):
         why.append(line)
@@ -252,7 +256,7 @@ def check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
 
 
 def same_tokenizer(one: Recipe, other: Recipe) -> bool:
-    """Return whether the models of two recipes have the same vocabulary. Raises UserError: one cannot be loaded."""
+    """Whether the models of two recipes have the same vocabulary. Raises UserError: one cannot be loaded."""
     if one.model.path == other.model.path:
         return True
     ours, theirs = (load_tokenizer(recipe.model).get_vocab() for recipe in (one, other))
@@ -273,15 +277,14 @@ def _run(start: Start, make: Callable[[Start], Loop]) -> TrainResult:
             if start.saved is None or str(start.saved.path) not in str(error):
                 raise
             raise UserError(f"{error}{_older_checkpoint(start.saved)}") from error
-        try:
-            interrupted = _run_loop(loop)
-        finally:
-            start.display.end()
+        start.interrupts.about = str(loop.folder.path), loop.command
+        start.interrupts.rescue = lambda line: _after_error(loop, UserError(line))
+        interrupted = _run_loop(loop)
     return _finish(loop, interrupted, monotonic() - started, start.mirror)
 
 
 def _older_checkpoint(saved: Saved) -> str:
-    """Return a hint how to resume from the checkpoint before `saved`, which cannot be read."""
+    """A hint how to resume from the checkpoint before `saved`, which cannot be read."""
     names = (path.name.removeprefix("step_") for path in saved.path.parent.glob("step_*"))
     older = [int(name) for name in names if name.isdecimal() and int(name) < saved.step]
     return f"; to go on from step {max(older)}, move {saved.path} away" if older else ""
@@ -307,8 +310,8 @@ def _run_loop(loop: Loop) -> bool:
 
 def _after_error(loop: Loop, error: BaseException) -> str:
     """Save the last whole step if that is still possible; return what went wrong and how to continue."""
-    deleted = loop.folder.gone
-    if isinstance(error, NotSaved) and not deleted:
+    deleted, removed = loop.folder.gone, isinstance(error, NotSaved) and loop.checkpoints.removed
+    if isinstance(error, NotSaved) and not deleted and not removed:
         return f"{error}{_command(loop, '; ')}"
     what, refused = describe(error, plain=False), isinstance(error, OSError) and error.errno in FULL
     if deleted and isinstance(error, OSError | NotSaved):
@@ -317,7 +320,7 @@ def _after_error(loop: Loop, error: BaseException) -> str:
         what = f"{error.filename or loop.folder.path}: {error.strerror}"
     elif isinstance(error, UserError):
         what = str(error)
-    traced = "" if deleted or refused else _save_traceback(loop, error)
+    traced = "" if deleted or removed or refused else _save_traceback(loop, error)
     return f"{what}{traced}; {_save_step(loop)}"
 
 
@@ -341,11 +344,13 @@ def _last_saved(loop: Loop) -> str:
         loop.checkpoints.finish()
     if (last := loop.checkpoints.latest()) is None:
         return "nothing was saved yet"
+    if not last.step:
+        return "no step was done: start again once that is right"
     return f"step {last.step} is saved{_command(loop, ', ')}"
 
 
 def _command(loop: Loop, joint: str) -> str:
-    """Return the command that resumes from the newest checkpoint; an empty string if there is none."""
+    """The command that resumes from the newest checkpoint; an empty string if there is none."""
     if loop.checkpoints.latest() is None:
         return ""
     return f"{joint}go on with: {loop.command} --resume {shlex.quote(str(loop.folder.path))}"
@@ -358,7 +363,7 @@ def _save_traceback(loop: Loop, error: BaseException) -> str:
     path = loop.folder.path / ERRORS
     try:
         with path.open("a", encoding="utf-8", errors="replace") as file:
-            file.write(f"after step {loop.step}:\n{''.join(traceback.format_exception(error))}\n")
+            file.write(masked_text(f"after step {loop.step}:\n{''.join(traceback.format_exception(error))}\n"))
     except OSError:
         return ""
     return f"; the traceback is in {path}"
@@ -385,14 +390,21 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
         display.final(rows, str(folder), seconds)
         display.note(loop.profiler.describe())
         if (best := loop.checkpoints.best()) is not None and best.step != last.step:
-            rated = f"{best.accuracy:.1%} on {best.split}" if best.split else f"{best.accuracy:.1%}"
-            display.note(f"The best checkpoint is that of step {best.step} ({rated}): {best.path}")
+            display.note(_best_checkpoint(best, loop.before.get(best.split or "")))
     before, after = ({s: a.value for s, a in found.items()} for found in (loop.before, loop.after))
     return TrainResult(folder, loop.step, last.path, before, after, interrupted)
 
 
+def _best_checkpoint(best: Saved, start: Accuracy | None) -> str:
+    """A line about the best checkpoint. start: the accuracy before the first step, on the same split."""
+    rated = f"{best.accuracy:.1%} on {best.split}" if best.split else f"{best.accuracy:.1%}"
+    if start is None or best.accuracy is None or best.accuracy > start.value:
+        return f"The best checkpoint is that of step {best.step} ({rated}): {best.path}"
+    return f"No checkpoint is better than the start ({start.value:.1%}); the best is that of step {best.step} ({rated})"
+
+
 def changes(former: Path, recipe: Recipe, sections: tuple[str, ...] = ()) -> str | None:
-    """Return one line with the keys in which `recipe` differs from the recipe at `former`, and both values.
+    """One line with the keys in which `recipe` differs from the recipe at `former`, and both values.
 
     None if they are equal. The values of `${VAR}` are compared but not shown. sections: keys that matter; empty: all.
     """

@@ -71,7 +71,7 @@ class Start:
     """Its copy at a URL."""
 
     def open_folder(self) -> RunFolder:
-        """Return the run's folder, created and locked if it is new; removed at the end if nothing was written there."""
+        """The run's folder, created and locked if it is new; removed at the end if nothing was written there."""
         if self.folder is None and self.resumed is not None:
             self.folder = self.resumed  # locked since its checkpoint was looked for
         if self.folder is None:
@@ -82,7 +82,7 @@ class Start:
         return self.folder
 
     def open_checkpoints(self, tokenizer: Any) -> Checkpoints:
-        """Return the run's checkpoints, which its mirror follows from now on to the run's end."""
+        """The run's checkpoints, which its mirror follows from now on to the run's end."""
         folder, mirror, keep = self.open_folder(), self.mirror, self.recipe.train.keep
         if mirror is None:
             return Checkpoints(folder.checkpoints, keep, tokenizer)
@@ -125,7 +125,7 @@ def set_up(start: Start) -> Loop:
     if start.stored:
         kind = partial(StoredRollouts, start.stored)
     place = partial(environment_of, player.env)
-    journal = Journal(recipe.track.trajectories, lambda: start.open_folder().trajectories, place, recipe.secrets)
+    journal = Journal(recipe.track.trajectories, lambda: start.open_folder().trajectories, place)
     rollouts = kind(
         recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights, on_group=journal.finished
     )
@@ -164,7 +164,7 @@ def check_resumed(start: Start) -> None:
 
 
 def make_player(start: Start) -> tuple[Recipe, Player]:
-    """Return the recipe with the policy's initial model, and the player that samples from it."""
+    """The recipe with the policy's initial model, and the player that samples from it."""
     recipe, saved, display = start.recipe, start.saved, start.display
     display.phase("loading")
     initial, apart = with_initial_model(recipe, saved), recipe.cluster.used
@@ -184,7 +184,7 @@ def make_player(start: Start) -> tuple[Recipe, Player]:
 
 
 def _prepare_tasks(start: Start, player: Player) -> tuple[HeldOut, TaskSampler]:
-    """Return the held-out tasks and the sampler of training tasks, both without those whose prompts are too long."""
+    """The held-out tasks and the sampler of training tasks, both without those whose prompts are too long."""
     recipe, checked = start.recipe, start.checked
     start.display.phase("measuring the prompts")
     held_out, notes = start.interrupts.run(lambda: HeldOut.prepare(player, recipe, checked.splits, checked.choosing))
@@ -227,7 +227,7 @@ def exclude_long(
 
 
 def make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
-    """Return the host of the roles: this process, or a cluster whose workers log into the run folder."""
+    """The host of the roles: this process, or a cluster whose workers log into the run folder."""
     recipe, display = start.recipe, start.display
     display.note(f"chat: {player.chat.description}")
     if player.chat.rewrites_history:
@@ -247,7 +247,7 @@ def make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
 
 
 def guide_of(player: Player, role_host: RoleHost) -> Guide:
-    """Return what asks the run's teachers: those of the role host, and servers."""
+    """What asks the run's teachers: those of the role host, and servers."""
     recipe, schemas = player.recipe, {tool.name: tool.schema for tool in (*player.toolbox.tools, *player.env.tools())}
 
     def hinted(t: Trajectory, hint: str) -> tuple[Sequence[int], Sequence[ImageSpan]] | None:
@@ -268,7 +268,7 @@ def guide_of(player: Player, role_host: RoleHost) -> Guide:
 
 
 def with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:
-    """Return the recipe with the saved model in `model`, if there is one; an adapter is loaded into the base that it
+    """The recipe with the saved model in `model`, if there is one; an adapter is loaded into the base that it
     was trained on, which the merged weights no longer show."""
     if saved is None:
         return recipe
@@ -278,7 +278,7 @@ def with_initial_model(recipe: Recipe, saved: Saved | None) -> Recipe:
 
 
 def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Return the held-out accuracies before the run, by split, and the sampler's state. Raises UserError."""
+    """The held-out accuracies before the run, by split, and the sampler's state. Raises UserError."""
     before, sampler = (saved.extra.get(name) for name in ("before", "sampler"))
     if not isinstance(before, dict) or not all(map(_is_accuracy, before.values())):
         raise saved.damaged("`before` in its state.json is not a mapping of accuracies")
@@ -294,7 +294,7 @@ def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Json], dict[str,
 
 
 def stored_of(saved: Saved) -> list[str]:
-    """Return the files that the run of a checkpoint trains on; empty where it samples, or its state cannot be read,
+    """The files that the run of a checkpoint trains on; empty where it samples, or its state cannot be read,
     which is told as the checkpoint is verified. Raises UserError."""
     try:
         sampler = saved.extra.get("sampler")
@@ -307,7 +307,7 @@ def stored_of(saved: Saved) -> list[str]:
 
 
 def _read_coefficient(saved: Saved, default: float) -> float:
-    """Return the coefficient of the KL that a checkpoint was at. Raises UserError."""
+    """The coefficient of the KL that a checkpoint was at. Raises UserError."""
     found = saved.extra.get("kl_coef", default)
     if type(found) not in (int, float) or not 0 <= found < float("inf"):
         raise saved.damaged("`kl_coef` in its state.json is no coefficient")

@@ -148,7 +148,7 @@ class _Queue:
             self._now = None
 
     def failure(self) -> str | None:
-        """Return a line where it failed, or takes longer than SECONDS; None while it is well."""
+        """A line where it failed, or takes longer than SECONDS; None while it is well."""
         now = self._now
         if self._failed is None and now is not None and monotonic() - now[1] > SECONDS:
             self._leave(now[0], SECONDS)
@@ -195,13 +195,12 @@ def samples_of(
     groups: Sequence[Group],
     solved: Callable[[Trajectory], bool],
     environment: Callable[[Task], str],
-    secrets: Sequence[str],
 ) -> list[dict[str, Json]]:
-    """Return at most SAMPLES conversations of an evaluation for trackers, half of them unsolved where there are as
+    """At most SAMPLES conversations of an evaluation for trackers, half of them unsolved where there are as
     many: the first sample of each task, in the order of the tasks, so that evaluations show the same ones."""
     first = [group.trajectories[0] for group in groups if group.trajectories]
     wrong = [t for t in first if not solved(t)]
     right = [t for t in first if solved(t)]
     half = SAMPLES // 2
     chosen = wrong[: max(half, SAMPLES - len(right))] + right[: max(half, SAMPLES - len(wrong))]
-    return [record(row(t, environment=environment(t.task), solved=solved(t), secrets=secrets)) for t in chosen]
+    return [record(row(t, environment=environment(t.task), solved=solved(t))) for t in chosen]

@@ -14,5 +14,5 @@ MODULES = (
 
 
 def page_file(name: str) -> bytes:
-    """Return a file of the page."""
+    """A file of the page."""
     return (files("agentrl.view") / "page" / name).read_bytes()

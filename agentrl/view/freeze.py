@@ -2,12 +2,12 @@
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
 from agentrl.view.assets import MODULES, Ranges, page_file
 from agentrl.view.store import RunStore, Why, column
@@ -37,13 +37,13 @@ def write_report(folder: Path, title: str, ranges: Ranges | None = None, why: Wh
 
 
 def html(title: str, data: Json) -> str:
-    """Return the page with its modules, styles and data in it. Scripts but its own do not run there."""
+    """The page with its modules, styles and data in it. Scripts but its own do not run there."""
     script, style = bundle(), page_file("style.css").decode()
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    embedded = json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    embedded = dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "<title>agentrl</title>": f"<title>{escape(title)}</title>",
         '<link rel="stylesheet" href="style.css">': f"<style>{style}</style>",
@@ -62,7 +62,7 @@ def html(title: str, data: Json) -> str:
 
 
 def bundle() -> str:
-    """Return the page's modules as one, each in a function of its own."""
+    """The page's modules as one, each in a function of its own."""
     return "\n".join(_as_function(name.removesuffix(".js"), page_file(name).decode()) for name in MODULES)
 
 
@@ -78,7 +78,7 @@ def _hash(text: str) -> str:
 
 
 def frozen(run: RunStore, ranges: Ranges, why: Why | None) -> Json:
-    """Return what the page's modules read in place of the server's answers."""
+    """What the page's modules read in place of the server's answers."""
     state = run.state()
     evaluated = [file["name"] for file in state["files"] if file["evaluation"]]
     steps = [file["name"] for file in state["files"] if not file["evaluation"] and file["step"] >= 0]
@@ -115,7 +115,7 @@ def _metrics(run: RunStore) -> Json:
 
 
 def _thinned(rows: Sequence[Json]) -> list[Json]:
-    """Return at most about _ROWS rows: those with an evaluation or a finding of health, and evenly spaced ones."""
+    """At most about _ROWS rows: those with an evaluation or a finding of health, and evenly spaced ones."""
     if len(rows) <= _ROWS:
         return list(rows)
     every = -(-len(rows) // (_ROWS // 2))
@@ -125,7 +125,7 @@ def _thinned(rows: Sequence[Json]) -> list[Json]:
 
 
 def _chosen(files: Sequence[Json], index: Mapping[str, Json], reasons: Mapping[str, Json]) -> dict[str, list[int]]:
-    """Return file -> the rows that are kept: of the first and last evaluation of each split, of the newest step.
+    """File -> the rows that are kept: of the first and last evaluation of each split, of the newest step.
 
     What `reasons` gives as examples comes first.
     """
@@ -145,7 +145,7 @@ def _chosen(files: Sequence[Json], index: Mapping[str, Json], reasons: Mapping[s
 
 
 def _of_evaluation(facts: Json, examples: Sequence[int]) -> list[int]:
-    """Return the rows of samples that failed, those of `examples` first, then of others."""
+    """The rows of samples that failed, those of `examples` first, then of others."""
     solved, lost = column(facts, "solved"), column(facts, "boundary")
     failed = sorted((row for row in range(facts["rows"]) if solved[row] is not True), key=lambda row: lost[row] is None)
     failed = list(dict.fromkeys([*examples, *failed]))
@@ -155,13 +155,13 @@ def _of_evaluation(facts: Json, examples: Sequence[int]) -> list[int]:
 
 
 def _of_tasks(facts: Json, tasks: set[str]) -> list[int]:
-    """Return the row of the first sample of each of these tasks."""
+    """The row of the first sample of each of these tasks."""
     rows = {task: row for row, task in reversed(list(enumerate(column(facts, "task")))) if task in tasks}
     return sorted(rows.values())
 
 
 def _examples(facts: Json, reason: Json) -> list[int]:
-    """Return the rows of two examples of each cause."""
+    """The rows of two examples of each cause."""
     rows = {pair: row for row, pair in enumerate(zip(column(facts, "task"), column(facts, "sample"), strict=True))}
     given = [one for cause in reason.get("causes", ()) for one in cause["examples"][:2]]
     return [rows[one["task"], one["sample"]] for one in given if (one["task"], one["sample"]) in rows]
@@ -179,7 +179,7 @@ def _of_step(facts: Json) -> list[int]:
 def _samples(
     run: RunStore, kept: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, Json], dict[str, set[int]], dict[str, str]]:
-    """Return file:row -> sample; file -> the rows that cannot be shown, or for which there is no room; and the images
+    """File:row -> sample; file -> the rows that cannot be shown, or for which there is no room; and the images
     of the samples, as `_taken_out`."""
     found: dict[str, Json] = {}
     left_out: dict[str, set[int]] = {}
@@ -192,8 +192,8 @@ def _samples(
                 continue
             columns = {key: sample.pop(key) for key in _COLUMNS if key in sample}
             new = {key: url for key, url in _taken_out(sample["told"]).items() if key not in images}
-            size = len(json.dumps(sample)) + sum(map(len, new.values()))
-            more = len(json.dumps(columns))
+            size = len(dumps(sample)) + sum(map(len, new.values()))
+            more = len(dumps(columns))
             if whole + size > _SAMPLES:
                 left_out.setdefault(name, set()).add(row)
                 continue
@@ -223,14 +223,14 @@ def _taken_out(told: Sequence[Json]) -> dict[str, str]:
 
 
 def _url(part: Json) -> str | None:
-    """Return the `data:` URL of a part; None: it has none."""
+    """The `data:` URL of a part; None: it has none."""
     held = part.get("image_url", part.get("image")) if isinstance(part, Mapping) else None
     url = held.get("url") if isinstance(held, Mapping) else held
     return url if isinstance(url, str) and url.startswith("data:") else None
 
 
 def _of_rows(facts: Json, rows: Sequence[int], without: Iterable[int]) -> Json:
-    """Return an index of these rows alone; `at` names them."""
+    """An index of these rows alone; `at` names them."""
     if "error" in facts:
         return facts
     rows = [row for row in rows if row not in set(without)]

@@ -12,7 +12,7 @@ _SPACE = "\u2581"  # a space, as SentencePiece writes it
 
 
 def reader(path: Path) -> Callable[[Sequence[int]], list[str]]:
-    """Return a function from token ids to the text of each. Raises UserError: the file is damaged.
+    """A function from token ids to the text of each. Raises UserError: the file is damaged.
 
     Of a character that is spread over tokens, the last one has it, and the others are empty.
     """

@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from agentrl.errors import UserError
+from agentrl.http_server import names_this_machine, quiet_runner
 from agentrl.plugins.types import Json
 from agentrl.view.assets import MODULES, Ranges, page_file
 from agentrl.view.store import RunStore, Why
@@ -37,7 +38,6 @@ _HEADERS = {
 }
 HEADER = "X-Agentrl-Token"
 """Of requests for what is stored."""
-_NAMES_HERE = ("127.0.0.1", "localhost", "[::1]")
 _MOST_FILES = 64  # whose index one request may ask for
 _MOST_TEXT = 500  # characters that are searched for
 
@@ -49,7 +49,7 @@ class Shown:
     runs: Sequence[RunStore]
     """The runs, in the order in which they were named."""
     ranges: Callable[[], Ranges] = dict
-    """Returns the healthy ranges of metrics; called once the page asks for them."""
+    """The healthy ranges of metrics; called once the page asks for them."""
     why: Why | None = None
     """Says why the samples of a file failed."""
     follow: bool = False
@@ -59,7 +59,7 @@ class Shown:
 
 
 def make_app(shown: Shown) -> web.Application:
-    """Return the application; see the module."""
+    """The application; see the module."""
     app = web.Application(middlewares=[_guard(shown.token)])
     app.router.add_get("/", _page)
     for name in (*MODULES, "style.css"):
@@ -74,10 +74,12 @@ def _guard(token: str) -> Any:
     async def guard(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.host.rsplit(":", 1)[0] not in _NAMES_HERE and request.host not in _NAMES_HERE:
+        if not names_this_machine(request):
             return _refused("this address does not name this machine")
         given = request.headers.get(HEADER, "")
-        if request.path.startswith("/api/") and not hmac.compare_digest(given.encode(), token.encode()):
+        if request.path.startswith("/api/") and not hmac.compare_digest(
+            given.encode("utf-8", "surrogateescape"), token.encode()
+        ):
             return _refused("open the address that agentrl view printed, with its token")
         try:
             answer = await handler(request)
@@ -114,7 +116,7 @@ def _api(shown: Shown, answer: Callable[[Shown, Mapping[str, str]], Json]) -> Ca
 
 
 def about(shown: Shown, query: Mapping[str, str]) -> Json:
-    """Return what does not change while the page is open."""
+    """What does not change while the page is open."""
     ranges = {name: list(bounds) for name, bounds in shown.ranges().items()}
     return {
         "runs": [run.name for run in shown.runs],
@@ -169,7 +171,7 @@ _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
 async def serve(shown: Shown, port: int, opened: Callable[[str], None]) -> None:
     """Serve until cancelled. opened: called with the address, once it can be opened. Raises UserError: the port is
     taken."""
-    runner = web.AppRunner(make_app(shown), access_log=None)
+    runner = quiet_runner(make_app(shown))
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", port)

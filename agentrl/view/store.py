@@ -47,7 +47,7 @@ def check_run(folder: Path, wait: bool = False) -> None:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Return a name for each folder: its own, with as many of those above as tell it from the others."""
+    """A name for each folder: its own, with as many of those above as tell it from the others."""
     parts = [folder.resolve().parts for folder in folders]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-length:]) for part in parts]
@@ -70,7 +70,7 @@ class RunStore:
     # --- what there is -------------------------------------------------------------------------------------------
 
     def state(self) -> Json:
-        """Return what changes as a run goes on: files and their versions, recipes, checkpoints, whether it trains."""
+        """What changes as a run goes on: files and their versions, recipes, checkpoints, whether it trains."""
         return {
             "name": self.name,
             "folder": str(self.folder),
@@ -102,7 +102,7 @@ class RunStore:
         return found
 
     def _recipes(self) -> list[Json]:
-        """Return the recipe and those that the run was resumed with, in order, each without secrets."""
+        """The recipe and those that the run was resumed with, in order, each without secrets."""
         found = []
         for path in _entries(self.folder):
             if m := _RECIPES.fullmatch(path.name):
@@ -125,7 +125,7 @@ class RunStore:
     # --- metrics -------------------------------------------------------------------------------------------------
 
     def metrics(self, start: int = 0, of: str = "") -> Json:
-        """Return the rows of metrics.jsonl from byte `start` on; from its beginning if it is not the file `of`.
+        """The rows of metrics.jsonl from byte `start` on; from its beginning if it is not the file `of`.
 
         `next` and `of` are what the next call is given. A last line that is not whole yet is left for it; whole lines
         that are no rows are counted in `damaged`.
@@ -152,7 +152,7 @@ class RunStore:
     # --- samples -------------------------------------------------------------------------------------------------
 
     def index(self, names: Iterable[str]) -> dict[str, Json]:
-        """Return of each of these files the short facts of its samples, column by column, or `error`.
+        """Of each of these files the short facts of its samples, column by column, or `error`.
 
         Names of files that are not there are left out. A column whose values are all equal is that value alone. What is
         `tasks` gives each task's short data, by which one can filter.
@@ -161,16 +161,16 @@ class RunStore:
         return {name: self._cached(self._indices, name, _index) for name in names if name in there}
 
     def previews(self, name: str) -> Json:
-        """Return the beginning of the first prompt of each task of a file: task -> text."""
+        """The beginning of the first prompt of each task of a file: task -> text."""
         self.path(name)
         return self._cached(self._previews, name, _previews)
 
     def sample(self, name: str, row: int) -> Json:
-        """Return one sample with every conversation and its tokens. Raises UserError: damaged, or no such one."""
+        """One sample with every conversation and its tokens. Raises UserError: damaged, or no such one."""
         return self._with_pieces(_sample(self.path(name), row))
 
     def samples(self, name: str, rows: Sequence[int]) -> list[Json | None]:
-        """Return several samples of a file likewise; None for one that is damaged."""
+        """Several samples of a file likewise; None for one that is damaged."""
         if not rows:
             return []
         read = _samples(self.path(name), rows)
@@ -185,17 +185,17 @@ class RunStore:
         return found
 
     def spans(self, name: str) -> Json:
-        """Return of each sample of a file when it waited for what: [part, start, end], in seconds since the first one
+        """Of each sample of a file when it waited for what: [part, start, end], in seconds since the first one
         began; None for those of which it is not known."""
         return _spans(self.path(name))
 
     def search(self, text: str, names: Iterable[str]) -> dict[str, list[int]]:
-        """Return file -> the rows whose conversations contain a text, upper and lower case alike."""
+        """File -> the rows whose conversations contain a text, upper and lower case alike."""
         paths = self._paths()
         return {name: _search(paths[name], text) for name in names if name in paths}
 
     def evaluations(self) -> list[Json]:
-        """Return the accuracy of each stored evaluation with its 95 % interval, by split and step."""
+        """The accuracy of each stored evaluation with its 95 % interval, by split and step."""
         found = []
         for file in self._files():
             if file["evaluation"]:
@@ -205,18 +205,19 @@ class RunStore:
         return found
 
     def why(self, name: str, why: Why) -> Json:
-        """Return why the samples of a file failed, by `why`; see it."""
+        """Why the samples of a file failed, by `why`; see it."""
+        self.path(name)
         return self._cached(self._reasons, name, lambda path: why(path, self._first(name), self._piece()))
 
     def _first(self, name: str) -> Path | None:
-        """Return the file of the first evaluation of the same split; None where it is this one, or a training step."""
+        """The file of the first evaluation of the same split; None where it is this one, or a training step."""
         there = self._files()
         split = next((file["split"] for file in there if file["name"] == name and file["evaluation"]), None)
         first = next((file["name"] for file in there if file["split"] == split and file["evaluation"]), name)
         return None if first == name else self.folder / TRAJECTORIES / first
 
     def path(self, name: str) -> Path:
-        """Return the path of a stored file by its name. Raises UserError: it is not (or no longer) there."""
+        """The path of a stored file by its name. Raises UserError: it is not (or no longer) there."""
         if (path := self._paths().get(name)) is None:
             raise UserError(f"{name[:100]}: not stored there, or no longer")
         return path
@@ -240,7 +241,7 @@ class RunStore:
     # --- tokens --------------------------------------------------------------------------------------------------
 
     def _reader(self) -> Callable[[Sequence[int]], list[str]]:
-        """Return a function from token ids to the text of each. Raises UserError: there is no tokenizer."""
+        """A function from token ids to the text of each. Raises UserError: there is no tokenizer."""
         path = self._tokenizer()
         if path is None:
             raise UserError("neither a checkpoint nor the recipe names a tokenizer that lies on this machine")
@@ -258,7 +259,7 @@ class RunStore:
         return lambda token: read([token])[0]
 
     def _tokenizer(self) -> Path | None:
-        """Return the tokenizer.json of the newest checkpoint, or of the recipe's model."""
+        """The tokenizer.json of the newest checkpoint, or of the recipe's model."""
         saved = [self.folder / CHECKPOINTS / f"step_{c['step']}" for c in reversed(self._checkpoints())]
         named = [recipe["tree"] for recipe in self._recipes() if isinstance(recipe.get("tree"), dict)]
         model = named[-1].get("model") if named else None
@@ -278,7 +279,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _version(path: Path) -> str:
-    """Return what changes when a file does; an empty string where there is none."""
+    """What changes when a file does; an empty string where there is none."""
     try:
         stat = path.stat()
     except OSError:
@@ -287,7 +288,7 @@ def _version(path: Path) -> str:
 
 
 def _is_training(folder: Path) -> bool:
-    """Return whether a process of this machine says that it trains there. (Asking the kernel for the lock would keep a
+    """Whether a process of this machine says that it trains there. (Asking the kernel for the lock would keep a
     run that starts at that moment from getting it.)"""
     try:
         text = (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:200]
@@ -313,7 +314,7 @@ def _json(path: Path) -> Json:
 
 
 def _recipe(path: Path) -> Json:
-    """Return a recipe's tree, without what looks like a secret, and the comment that it begins with; or `error`."""
+    """A recipe's tree, without what looks like a secret, and the comment that it begins with; or `error`."""
     from agentrl.recipe.secrets import masked
 
     try:
@@ -351,14 +352,14 @@ def _index(path: Path) -> Json:
 
 
 def _packed(values: Json) -> Json:
-    """Return a column, or the one value that all samples have."""
+    """A column, or the one value that all samples have."""
     if isinstance(values, list) and values and all(value == values[0] for value in values):
         return values[0]
     return values
 
 
 def column(facts: Json, name: str) -> list[Json]:
-    """Return a column of an index with one value a sample."""
+    """A column of an index with one value a sample."""
     values = facts[name]
     return values if isinstance(values, list) else [values] * facts["rows"]
 
@@ -383,7 +384,7 @@ def _index_of_table(path: Path) -> Json:
 
 
 def _advantages(column: Any, trained: Any) -> list[float | None]:
-    """Return the mean advantage over the trained tokens of each sample; None where there are none."""
+    """The mean advantage over the trained tokens of each sample; None where there are none."""
     import numpy as np
 
     offsets = column.offsets.to_numpy()
@@ -394,7 +395,7 @@ def _advantages(column: Any, trained: Any) -> list[float | None]:
 
 
 def _numbers(values: Any, digits: int) -> list[float | None]:
-    """Return the numbers of an array rounded, None for those that are not finite."""
+    """The numbers of an array rounded, None for those that are not finite."""
     import numpy as np
 
     found: list[float | None] = np.round(values, digits).tolist()
@@ -404,7 +405,7 @@ def _numbers(values: Any, digits: int) -> list[float | None]:
 
 
 def _number(value: Json, digits: int) -> float | None:
-    """Return a number rounded, None where it is not finite."""
+    """A number rounded, None where it is not finite."""
     if not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
         return None
     return round(value, digits)
@@ -433,7 +434,7 @@ def _short_data(data: Json) -> dict[str, Json]:
 
 
 def _index_of_records(path: Path) -> Json:
-    """Return the same of JSON lines, which hold less."""
+    """The same of JSON lines, which hold less."""
     from agentrl.rollout.trajectory_file import read_records
 
     records = read_records(path)
@@ -463,7 +464,7 @@ def _mapping(value: object) -> dict[str, Json]:
 
 
 def _accuracy(facts: Json) -> Json | None:
-    """Return tasks, samples, accuracy and its interval of an evaluation; None where nobody said what is solved."""
+    """Tasks, samples, accuracy and its interval of an evaluation; None where nobody said what is solved."""
     from agentrl.eval.statistics import accuracy_interval
 
     tasks: dict[str, tuple[int, int]] = {}
@@ -502,7 +503,7 @@ def _previews(path: Path) -> Json:
 
 
 def preview(messages: Json) -> str:
-    """Return the beginning of the first message of a user as one line."""
+    """The beginning of the first message of a user as one line."""
     for message in _list(messages):
         if isinstance(message, dict) and message.get("role") == "user":
             content = message.get("content")
@@ -555,7 +556,7 @@ def _samples(path: Path, rows: Sequence[int]) -> list[Json | None]:
 
 
 def _told(path: Path, record: Mapping[str, Json]) -> Json:
-    """Return a record as the page reads it: with every conversation as `told`, and log-probs of five digits."""
+    """A record as the page reads it: with every conversation as `told`, and log-probs of five digits."""
     from agentrl.rollout.trajectory_file import conversations
 
     found = dict(record)

@@ -25,7 +25,7 @@ _PROC = Path("/proc")
 
 
 def listen_host(cluster: str | None) -> str:
-    """Return the address of this machine that every machine of a Ray cluster reaches; loopback without a cluster.
+    """The address of this machine that every machine of a Ray cluster reaches; loopback without a cluster.
 
     cluster: HOST:PORT of its head, or `auto`. Raises UserError for a host that has no address.
     """
@@ -38,7 +38,7 @@ def listen_host(cluster: str | None) -> str:
 
 
 def own_address(host: str, port: int) -> str:
-    """Return the address of this machine from which `host` is reached; nothing is sent. Raises UserError."""
+    """The address of this machine from which `host` is reached; nothing is sent. Raises UserError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
         with socket.socket(family, socket.SOCK_DGRAM) as route:
@@ -51,7 +51,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Return whether an address such as 10.0.0.7 belongs to this machine: only then can a server listen on it."""
+    """Whether an address such as 10.0.0.7 belongs to this machine: only then can a server listen on it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -61,34 +61,34 @@ def is_own(address: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` names the loopback interface."""
+    """Whether `host` names the loopback interface."""
     return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def given_key(variable: str = KEY_VARIABLE) -> str | None:
-    """Return the key in the environment variable; None without one."""
+    """The key in the environment variable; None without one."""
     return os.environ.get(variable) or None
 
 
 def new_key(variable: str = KEY_VARIABLE) -> str:
-    """Return the key of one run: the given one, or 256 random bits."""
+    """The key of one run: the given one, or 256 random bits."""
     return given_key(variable) or secrets.token_hex(32)
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """Return the headers of every request."""
+    """The headers of every request."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL by which other machines call a server that listens on `host`."""
+    """The URL by which other machines call a server that listens on `host`."""
     if host in ANY:
         host = own_address(*_PUBLIC_ADDRESS)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def same_host(url: str) -> bool:
-    """Return whether a server shares this machine's memory and files.
+    """Whether a server shares this machine's memory and files.
 
     True only where that is certain: the process that listens there is visible, and in our mount and IPC namespaces. A
     server in a container is not: it would end over a piece of shared memory that it cannot find.
@@ -104,7 +104,7 @@ def same_host(url: str) -> bool:
 
 
 def on_this_machine(host: str) -> bool:
-    """Return whether `host` is a name or an address of this machine."""
+    """Whether `host` is a name or an address of this machine."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:

@@ -75,6 +75,7 @@ class WeightChannel:
         self._updates = 0
         self.versions: dict[str, int | None] = {server.url: None for server in servers}
         self._released: dict[str, tuple[str, ...]] = {} if former is None else former._released
+        self._names: dict[str, str] = {} if former is None else former._names  # what servers that sleep call theirs
         self._busy = asyncio.Lock()
 
     async def publish(
@@ -138,7 +139,7 @@ class WeightChannel:
         URL."""
         failures: Failures = {}
         async with self._busy:
-            await each(self.servers, lambda server: self._take(server, MEMORY), failures)
+            await each(self.servers, self._wake, failures)
             return failures | await self.resume()
 
     async def close(self) -> None:
@@ -148,24 +149,44 @@ class WeightChannel:
     async def _open(self, server: WeightServer, version: int, mode: PauseMode) -> None:
         """Mark what it holds from now on as a part of an update, also for a later run."""
         await server.facts()
+        await self._restarted(server)  # then it takes the weights as any other
         await server.pause(mode if server.url not in self._released else PauseMode.RETRACT)
-        await server.set_version(f"{PARTIAL}{version}")
+        await self._name(server, f"{PARTIAL}{version}")
         await self._take(server, ("weights",))
 
     async def _commit(self, server: WeightServer, version: int) -> None:
-        await server.set_version(str(version))
+        await self._name(server, str(version))
         await self._take(server, MEMORY)
         await server.resume()
 
     async def _release(self, server: WeightServer, tags: tuple[str, ...]) -> None:
-        if server.url in self._released:
+        if server.url in self._released and not await self._restarted(server):
             raise WeightUpdateError(f"{server.url} sleeps already")
         await server.pause(PauseMode.RETRACT)
         if "weights" in tags:
             self.versions[server.url] = None
             await server.set_version(f"{PARTIAL}sleeping")
+        name = await server.version()
         await server.release_memory(tags)
-        self._released[server.url] = tags
+        self._released[server.url], self._names[server.url] = tags, name
+
+    async def _wake(self, server: WeightServer) -> None:
+        if await self._restarted(server):
+            raise WeightUpdateError(f"{server.url} was restarted while it slept: it has lost its weights")
+        await self._take(server, MEMORY)
+
+    async def _name(self, server: WeightServer, version: str) -> None:
+        await server.set_version(version)
+        if server.url in self._released:
+            self._names[server.url] = version
+
+    async def _restarted(self, server: WeightServer) -> bool:
+        """Whether a server that sleeps is another process now, which has released nothing; it sleeps no more."""
+        if server.url not in self._released or await server.version() == self._names[server.url]:
+            return False
+        del self._released[server.url]
+        self.versions[server.url] = None
+        return True
 
     async def _take(self, server: WeightServer, tags: Sequence[str]) -> None:
         """Take back those of `tags` that were released, each once."""
@@ -208,7 +229,7 @@ async def open_channel(
 
 
 async def _by_server(kind: str, servers: Sequence[WeightServer], transport: str, folder: Path) -> tuple[Transport, str]:
-    """Return how to send to each of the servers, and a line about it."""
+    """How to send to each of the servers, and a line about it."""
     if transport != "auto":
         return _transport(transport, kind, folder), f"{transport} (as the recipe says)"
     whys: dict[str, dict[str, str]] = {}  # transport -> URL -> why

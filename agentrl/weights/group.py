@@ -86,7 +86,7 @@ class NcclGroup(Group):
 
 
 def nccl_library() -> Any:
-    """Return torch's NCCL, which is loaded already."""
+    """Torch's NCCL, which is loaded already."""
     return ctypes.CDLL("libnccl.so.2")
 
 
@@ -205,7 +205,7 @@ def _start_by_id(unique_id: bytes, world: int, device: torch.device) -> Any:
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Return the first rank of each server, rank 0 being the trainer, and then the world size."""
+    """The first rank of each server, rank 0 being the trainer, and then the world size."""
     return list(accumulate(sizes, initial=1))
 
 

@@ -12,6 +12,6 @@ SERVERS: dict[str, type[WeightServer]] = {"sglang": SglangServer, "vllm": VllmSe
 
 
 def folder_for(kind: str, model: Any) -> Scratch:
-    """Return the folder through which the weights of `model`, a transformers module, go to servers of this kind."""
+    """The folder through which the weights of `model`, a transformers module, go to servers of this kind."""
     size = sum(p.numel() * p.element_size() for p in model.parameters()) if SERVERS[kind].in_memory else 0
     return Scratch(WEIGHTS, size)

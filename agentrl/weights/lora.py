@@ -11,7 +11,6 @@ meanwhile, such as the run before, aborts: torch's manager of that memory is gon
 
 import asyncio
 import base64
-import json
 import pickle
 import shutil
 import tempfile
@@ -24,6 +23,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
 from agentrl.threads import in_thread
 from agentrl.weights.addresses import same_host
@@ -91,7 +91,7 @@ class LoraChannel:
         folder.chmod(0o755)
         content = {key: tensor.detach().contiguous().cpu() for key, tensor in adapter.tensors}
         await in_thread(save_file, content, folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(json.dumps(adapter.config), encoding="utf-8")
+        (folder / "adapter_config.json").write_text(dumps(adapter.config), encoding="utf-8")
         loaded: list[WeightServer] = []
         try:
             loaded = await self._load(servers, lambda server: server.load_adapter(name, str(folder)), failures)
@@ -151,7 +151,7 @@ class LoraChannel:
 
 
 def _by_value(batch: Sequence[NamedTensor]) -> str:
-    """Return tensors as a pickle (base64) that servers' restricted reader admits. Cloned, since a view would bring its
+    """Tensors as a pickle (base64) that servers' restricted reader admits. Cloned, since a view would bring its
     whole storage along."""
     content = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in batch}
     return base64.b64encode(pickle.dumps(content, protocol=4)).decode()

@@ -138,7 +138,7 @@ class Sender:
         return WeightResult(failed, names)
 
     def _gathers(self, request: WeightRequest) -> bool:
-        """Return whether this request reads the adapter from the model; the same on every rank."""
+        """Whether this request reads the adapter from the model; the same on every rank."""
         return not request.again or self._adapter is None
 
     def _gathered(self, version: int) -> Adapter:
@@ -146,7 +146,7 @@ class Sender:
         return Adapter(version, adapter_config(self._model), tensors)
 
     async def _to(self, urls: Sequence[str]) -> WeightChannel:
-        """Return the channel to these servers in this event loop."""
+        """The channel to these servers in this event loop."""
         key = (asyncio.get_running_loop(), tuple(urls))
         if key != self._channel_key or self._channel is None:
             former = self._channel

@@ -38,7 +38,7 @@ class WeightRequest:
     """URL -> rank of the trainer that sends to it, one on its machine; rank 0 sends to the others."""
 
     def of(self, rank: int) -> "WeightRequest":
-        """Return the part of it that a rank sends."""
+        """The part of it that a rank sends."""
         return replace(self, urls=tuple(url for url in self.urls if self.senders.get(url, 0) == rank))
 
 
@@ -55,7 +55,7 @@ class WeightResult:
 
     @classmethod
     def joined(cls, parts: Iterable["WeightResult | None"]) -> "WeightResult":
-        """Return the results of several ranks as one; None: of a rank that sent nothing."""
+        """The results of several ranks as one; None: of a rank that sent nothing."""
         whole = cls({})
         for part in parts:
             if part is not None:

@@ -31,7 +31,7 @@ class Scratch:
         self._lock = -1
 
     def path(self) -> Path:
-        """Return the folder, which is made on the first call."""
+        """The folder, which is made on the first call."""
         if self._path is None:
             parent = _parent(self._size)
             sweep(self._kind, parent)

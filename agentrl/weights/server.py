@@ -89,11 +89,11 @@ class WeightServer(ABC):
 
     @abstractmethod
     async def facts(self) -> Facts:
-        """Return what the server tells about itself; asked once."""
+        """What the server tells about itself; asked once."""
 
     @abstractmethod
     async def transport(self, near: bool) -> tuple[str, str]:
-        """Return the transport that suits it, and why. near: whether it shares this machine's memory and files."""
+        """The transport that suits it, and why. near: whether it shares this machine's memory and files."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:
@@ -167,6 +167,10 @@ class WeightServer(ABC):
         """Name the weights that it holds."""
 
     @abstractmethod
+    async def version(self) -> str:
+        """The name of the weights that it holds: that of `set_version`, unless it was restarted since."""
+
+    @abstractmethod
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`; what it held is lost. A server that is not paused crashes over this."""
 
@@ -176,13 +180,13 @@ class WeightServer(ABC):
 
     @abstractmethod
     async def checksums(self) -> list[dict[str, str]]:
-        """Return for each rank: parameter name -> hash of its bytes."""
+        """For each rank: parameter name -> hash of its bytes."""
 
     async def _post(self, path: str, body: Mapping[str, Json]) -> dict[str, Json]:
         return await self._call("POST", path, body)
 
     async def _call(self, method: str, path: str, body: Mapping[str, Json] | None) -> dict[str, Json]:
-        """Return the answer's JSON ({} when it has none)."""
+        """The answer's JSON ({} when it has none)."""
         try:
             try:
                 status, text = await self._once(method, path, body)

@@ -10,7 +10,7 @@ class SglangServer(WeightServer):
     """Of SGLang 0.5."""
 
     async def facts(self) -> Facts:
-        """Return what the server tells about itself; asked once. Raises WeightUpdateError for a pipeline: its first
+        """What the server tells about itself; asked once. Raises WeightUpdateError for a pipeline: its first
         stage answers before the others are told to load (`event_loop_pp`), and the same rank of each stage would open
         one bucket, or join a group as one member."""
         if self._facts is None:
@@ -31,7 +31,7 @@ class SglangServer(WeightServer):
         return self._facts
 
     async def transport(self, near: bool) -> tuple[str, str]:
-        """Return the transport that suits it, and why. near: whether it shares this machine's memory and files."""
+        """The transport that suits it, and why. near: whether it shares this machine's memory and files."""
         if near:
             return "from_tensor", "servers share this machine's memory"
         return "from_distributed", f"{self.url} does not share this machine's memory"
@@ -99,6 +99,9 @@ class SglangServer(WeightServer):
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
+    async def version(self) -> str:
+        return str((await self._call("GET", "/model_info", None)).get("weight_version"))
+
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`; what it held is lost. A server that is not paused crashes over this."""
         await self._post("/release_memory_occupation", {"tags": list(tags)})
@@ -108,6 +111,6 @@ class SglangServer(WeightServer):
         await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Return for each rank: parameter name -> hash of its bytes."""
+        """For each rank: parameter name -> hash of its bytes."""
         answer = await self._post("/weights_checker", {"action": "checksum"})
         return [rank["checksums"] for rank in answer["ranks"]]

@@ -30,7 +30,7 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[NamedTensor]: ...
 
     def intact(self) -> bool:
-        """Return whether the weights are still those that they were when this was made."""
+        """Whether the weights are still those that they were when this was made."""
         return True
 
 
@@ -59,7 +59,7 @@ class ModelWeights(WeightSource):
         return self._read() if self._once is None else self._once
 
     def intact(self) -> bool:
-        """Return whether the weights are those of the time when this was made."""
+        """Whether the weights are those of the time when this was made."""
         return self._hash() == self.stamp
 
     def finish(self) -> None:
@@ -97,7 +97,7 @@ class Rounded(WeightSource):
             yield name, tensor.to(self._dtype) if tensor.dim() > 1 and tensor.dtype == torch.float32 else tensor
 
     def intact(self) -> bool:
-        """Return whether the underlying weights are intact."""
+        """Whether the underlying weights are intact."""
         return self._weights.intact()
 
 
@@ -125,7 +125,7 @@ def _untied(model: Any) -> Iterator[tuple[str, Tensor, Any]]:
 
 
 def _needs_conversion(model: Any) -> bool:
-    """Return whether any weight has another name in checkpoints. All are asked about at once, since transformers walks
+    """Whether any weight has another name in checkpoints. All are asked about at once, since transformers walks
     all modules for each question."""
     names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor, _ in _untied(model)}
     return as_saved(model, names).keys() != names.keys()
@@ -139,7 +139,7 @@ def as_saved(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one (a collective), detached."""
+    """The full tensor of a sharded one (a collective), detached."""
     gather = getattr(tensor, "full_tensor", None)
     if gather is None:
         return tensor.detach()

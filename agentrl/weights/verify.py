@@ -67,7 +67,7 @@ class Fingerprint(WeightSource):
 
 
 def _compared(found: Mapping[str, _T]) -> dict[str, _T]:
-    """Return what is compared, by names that trainer and servers agree on."""
+    """What is compared, by names that trainer and servers agree on."""
     kept = {name: value for name, value in found.items() if not any(part in name for part in _NOT_COMPARED)}
     return {_HOLDERS.sub("", name): value for name, value in kept.items()}
 

@@ -108,7 +108,7 @@ class VllmServer(WeightServer):
             raise WeightUpdateError(f"{self.url}: {why}; set engine.args.weights=from_disk")
 
     async def _apart(self) -> str | None:
-        """Return why no NCCL group of it and this process can be formed, None: nothing is known against it."""
+        """Why no NCCL group of it and this process can be formed, None: nothing is known against it."""
         theirs, ours = (await self.facts()).nccl, own_nccl()
         if theirs is None or ours is None or theirs == ours:
             return None
@@ -132,6 +132,9 @@ class VllmServer(WeightServer):
 
     async def set_version(self, version: str) -> None:
         await self._post("/update_weight_version", {"new_version": version})
+
+    async def version(self) -> str:
+        return str((await self._call("GET", "/weight_info", None)).get("weight_version"))
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`. What is computed of requests in flight is dropped first: they are computed
@@ -201,7 +204,7 @@ def facts_in(info: Mapping[str, Json]) -> Facts:
 
 
 def own_nccl() -> str | None:
-    """Return the version of NCCL in this process, None: it has none."""
+    """The version of NCCL in this process, None: it has none."""
     return ".".join(map(str, nccl.version()[:3])) if torch.cuda.is_available() else None
 
 

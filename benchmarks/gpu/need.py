@@ -8,7 +8,7 @@ VENV = "AGENTRL_SGLANG_VENV"
 
 
 def need(name: str, gpus: int = 1, *, sglang: bool = True) -> None:
-    """Returns where `gpus` GPUs are there, and SGLang to launch; else the script `name` ends here."""
+    """Where `gpus` GPUs are there, and SGLang to launch; else the script `name` ends here."""
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -15,7 +15,7 @@ Styles = Mapping[str, Mapping[Way, float]]
 
 
 def opening(question: str, system_prompt: str) -> list[Message]:
-    """Return the first messages of a request: the question, after a system prompt unless that is empty."""
+    """The first messages of a request: the question, after a system prompt unless that is empty."""
     system: list[Message] = [{"role": "system", "content": system_prompt}] if system_prompt else []
     return [*system, {"role": "user", "content": question}]
 
@@ -35,7 +35,7 @@ def check_generated(env: Environment, source: str) -> None:
 def generated_tasks(
     split: str, train: int, held_out: int, seed: int, make: Callable[[str, int, int], Task]
 ) -> LazyTasks:
-    """Return a split of a generator, which makes a task of split, index and seed. Train depends on the seed; the
+    """A split of a generator, which makes a task of split, index and seed. Train depends on the seed; the
     held-out splits never do, so that runs compare. train, held_out: tasks of each split."""
     size, own = (train, seed) if split == "train" else (held_out, 0)
     return LazyTasks(size, lambda index: make(split, index, own))
@@ -53,12 +53,12 @@ def draw_way(ways: Mapping[Way, float], rng: Random) -> Way:
 
 
 def assistant(text: str) -> Message:
-    """Return a turn of the assistant without a call."""
+    """A turn of the assistant without a call."""
     return {"role": "assistant", "content": text}
 
 
 def tool_turn(name: str, arguments: dict[str, object], result: str) -> list[Message]:
-    """Return a turn that calls a tool, and the tool's result."""
+    """A turn that calls a tool, and the tool's result."""
     return [
         {
             "role": "assistant",
@@ -70,7 +70,7 @@ def tool_turn(name: str, arguments: dict[str, object], result: str) -> list[Mess
 
 
 def text_field(fields: Mapping[str, Json], name: str, where: str) -> str:
-    """Return the text of a row's field. where: the place of the row. Raises UserError where there is no text."""
+    """The text of a row's field. where: the place of the row. Raises UserError where there is no text."""
     if name not in fields:
         raise UserError(f"{where}: has no field {name!r}; it has {', '.join(map(repr, fields)) or 'none'}")
     value = fields[name]

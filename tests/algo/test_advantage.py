@@ -17,7 +17,7 @@ from agentrl.algo.loss import entropy, k3, ppo_clip
 from agentrl.algo.registry import LossEntry
 from agentrl.algo.terms import LossTerms, Samples, Tokens, Update
 from agentrl.errors import UserError
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 CONFIG = AlgorithmSection(clip_low=0.2, clip_high=0.3, clip_dual=3.0)
 

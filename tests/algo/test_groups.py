@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.algo import advantages
 from agentrl.algo.terms import Samples, TokenAdvantages
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 CONFIG = AlgorithmSection()
 

@@ -14,7 +14,7 @@ from agentrl.algo import losses
 from agentrl.algo.loss import cispo, gspo, ppo_clip, reinforce, value_loss
 from agentrl.algo.terms import Tokens
 from agentrl.errors import UserError
-from agentrl.recipe.schema import AlgorithmSection, LossSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection, LossSection
 
 CONFIG = AlgorithmSection(clip_low=0.2, clip_high=0.3)
 
@@ -76,7 +76,7 @@ def test_reinforce_is_the_plain_policy_gradient() -> None:
     torch.testing.assert_close(gradient(given_, terms.loss.sum()), torch.tensor([-0.7, 1.3]))
 
 
-ALL = ["ppo_clip", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo"]
+ALL = ["ppo_clip", "gspo", "cispo", "reinforce", "sapo", "gmpo", "dppo", "vespo"]
 
 
 def bound(name: str, **args: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from learner_help import REWARDS, alone, make_groups, make_model, make_recipe
 
-from agentrl.algo.off_policy import importance_weights
+from agentrl.algo.off_policy import importance_weights, sequence_mask
 from agentrl.compute.batch import Batch
 from agentrl.learner.actor import off_policy_of
 from agentrl.recipe.schema import Recipe
@@ -129,3 +129,12 @@ def test_what_is_rejected_counts_in_no_weight():
     assert found({"low": 10.0})["train/updates"] == 0, "nothing is left"
     with pytest.raises(ValueError, match="without a bound nothing is left out"):
         make_recipe({"reject": [{"level": "token"}]})
+
+
+def test_samples_that_the_policy_has_left_keep_what_speaks_for_them() -> None:
+    """Of mean log engine - log pi: 0.3, 0.05 and 0.3, where the last is as good as the others."""
+    moved = torch.tensor([0.6, 0.0, 0.05, 0.05, 0.3])
+    advantages, sample = torch.tensor([-1.0, -1.0, -1.0, -1.0, 0.0]), torch.tensor([4, 4, 7, 7, 9])
+    logprobs = torch.full((5,), -2.0)
+    for most, kept in ((0.1, [0, 0, 1, 1, 1]), (0.01, [0, 0, 0, 0, 1]), (0.4, [1, 1, 1, 1, 1])):
+        assert sequence_mask(logprobs, logprobs + moved, advantages, sample, most).tolist() == kept

@@ -15,7 +15,7 @@ from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
 from agentrl.learner.advantages import carries_gradient, step_rewards, token_rewards, with_advantages
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 from agentrl.trajectory import Trajectory
 
 

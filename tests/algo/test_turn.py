@@ -9,7 +9,7 @@ from torch import Tensor
 from agentrl.algo import advantages
 from agentrl.algo.returns import turn
 from agentrl.algo.terms import Samples, TokenAdvantages
-from agentrl.recipe.schema import AdvantageSection, AlgorithmSection
+from agentrl.recipe.sections.algorithm import AdvantageSection, AlgorithmSection
 
 ACTIONS, LONGEST, STOP = 3, 3, 0
 Path = tuple[int, ...]

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from agentrl.algo import advantages, aggregations, losses
 from agentrl.algo.aggregation import token_weights
-from agentrl.algo.loss import kl_estimate
-from agentrl.algo.off_policy import rejected
+from agentrl.algo.loss import kl_estimate, kl_estimator
+from agentrl.algo.off_policy import rejected, sequence_mask
 from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages, Tokens, Update
-from agentrl.recipe.schema import AlgorithmSection, LossSection, RejectSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection, LossSection, RejectSection
 
 VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_0_9_1.json").read_text())
 MASK = torch.tensor(VERL["mask"]).bool()
@@ -149,6 +149,11 @@ TRL_LOSSES: dict[str, dict[str, Any]] = {
     "luspo": {"loss": "gspo", "aggregation": "sequence_sum"},
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean"},
     "grpo with a KL": {"aggregation": "sequence_mean", "kl_coef": 0.1},
+    "grpo with an unbiased KL": {"aggregation": "sequence_mean", "kl_coef": 0.1, "kl_estimator": "k3*"},
+    "grpo with delta": {"aggregation": "sequence_mean", "clip_dual": 1.4},
+    "gspo with delta": {"loss": "gspo", "aggregation": "sequence_mean", "clip_dual": 1.4},
+    "grpo with OPSM": {"aggregation": "sequence_mean", "off_policy_mask": 0.1},
+    "vespo": {"loss": "vespo", "aggregation": "token_mean"},
 }
 
 
@@ -159,8 +164,12 @@ def test_losses_of_trl(name: str) -> None:
     new = sampled("new").requires_grad_()
     tokens = Tokens(new, sampled("old"), torch.tensor(VERL["advantages"]["grpo"])[MASK], SAMPLE)
     each = losses.bound(config.loss)(tokens, config).loss
+    if config.off_policy_mask is not None:
+        mask = sequence_mask(new, tokens.old, tokens.advantages, SAMPLE, config.off_policy_mask)
+        each = each * mask
+        assert 0 < mask.sum() < len(mask)
     if config.kl_coef:
-        each = each + config.kl_coef * kl_estimate(new, sampled("reference"), "k3")
+        each = each + config.kl_coef * kl_estimate(new, sampled("reference"), kl_estimator(config), tokens.old)
     loss = (weights_of(config.aggregation.name)[SAMPLE] * each).sum()
     loss.backward()
     assert new.grad is not None

@@ -25,6 +25,16 @@ CASES: dict[str, dict[str, Any]] = {
     "luspo": {"importance_sampling_level": "sequence"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "grpo with a KL": {"loss_type": "grpo", "beta": 0.1},
+    "grpo with an unbiased KL": {"loss_type": "grpo", "beta": 0.1},
+    "grpo with delta": {"loss_type": "grpo"},
+    "gspo with delta": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "grpo with OPSM": {"loss_type": "grpo", "off_policy_mask_threshold": 0.1},
+    "vespo": {},
+}
+ARGS: dict[str, dict[str, Any]] = {
+    "grpo with an unbiased KL": {"use_bias_correction_kl": True},
+    "grpo with delta": {"delta": 1.4},
+    "gspo with delta": {"delta": 1.4},
 }
 
 
@@ -43,12 +53,14 @@ def main() -> None:
             model=SimpleNamespace(training=True), _metrics=defaultdict(lambda: defaultdict(list)),
             args=SimpleNamespace(
                 delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05,
-                steps_per_generation=1,
+                steps_per_generation=1, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
             ),
             accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
+            get_off_policy_mask=GRPOTrainer.get_off_policy_mask, get_gamma_weights=GRPOTrainer.get_gamma_weights,
             _get_per_token_logps_and_entropies=lambda *_, new=logprobs, **__: (new, torch.zeros_like(old), None),
         )  # fmt: skip
         vars(trainer).update(changes)
+        vars(trainer.args).update(ARGS.get(name, {}))
         ids = torch.zeros_like(mask).long()
         inputs = {
             "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids,

@@ -121,6 +121,16 @@ def test_half_a_surrogate_pair_breaks_nothing(chat: BridgeChat) -> None:
     assert chat.encode_text("\udfff") == chat.encode_text("\ufffd")
 
 
+def test_a_prompt_as_it_stands_is_what_it_says(chat: BridgeChat) -> None:
+    rendered = chat.render([{"role": "user", "content": "What is 2*3?"}], [CALCULATOR])
+    text = chat.decode(rendered)
+    assert chat.encode_prompt(text) == chat.encode_prompt(rendered) == rendered
+    assert chat.encode_prompt("It is<|im_end|>")[-1] == chat.stop_ids[0]
+    for wrong in (-1, 1 << 30):
+        with pytest.raises(UserError, match=f"prompt: {wrong} is no token id, the last one is"):
+            chat.encode_prompt([*rendered, wrong])
+
+
 ODD = "\U0010fffd\U00100000 \U00100001\U000f0000\ue000 zqn000x zqn999x zqID00000 Zqc000x \ufdd0|\ufdd1"
 
 

@@ -253,6 +253,15 @@ def test_bridges_agree_over_real_templates(template: str, family: str, data: st.
     check_against_renderers(tokenizer_of(template), served(template, family), data)
 
 
+def test_half_a_surrogate_pair_reaches_no_bridge_of_theirs() -> None:
+    for name in ("glm-4.5", "qwen3"):
+        chat = own(name)[1]
+        for turn in (chat.encode_text("It is 6."), [5, chat.stop_ids[0]]):
+            for field in ("content", "name"):
+                hurt, sound = ([{**result("6"), field: f"a{half}b"}] for half in ("\ud800", "\ufffd"))
+                assert chat.bridge(turn, hurt) == chat.bridge(turn, sound)
+
+
 def test_frames_of_nearly_all_families_agree_so_that_they_are_fast() -> None:
     slow = {name for name in BUILT if not (own(name)[1]._family.after_stop and own(name)[1]._family.after_cut)}
     assert slow == {"glm-4.5", "glm-5", "glm-5.1", "glm-5.3"}
@@ -288,6 +297,15 @@ def test_their_parser_serves_where_ours_does_not_know_the_format() -> None:
     (one,) = chat.parse(cut[cut.index(tokenizer.convert_tokens_to_ids("<tool_call:opensource>")) :]).calls
     assert one.error == "this tool call cannot be read: unclosed block"
     assert chat.parse([]).calls == ()
+
+
+def test_a_key_that_stands_twice_is_an_error_for_their_parser_too() -> None:
+    tokenizer, chat = own("inkling")
+    assert "its own parser" in chat.description
+    for more, error in (("n", None), ("a", "this tool call cannot be read: the key 'a' stands twice")):
+        text = f'calculator<|content_invoke_tool_json|>{{"name":"calculator","args":{{"a":"2*3","{more}":3}}}}'
+        (one,) = chat.parse(tokenizer.encode(f"{text}<|end_message|>", add_special_tokens=False)).calls
+        assert (one.name, one.error) == ("calculator", error)
 
 
 @given(ids=st.lists(st.integers(0, 700), max_size=30))

@@ -117,6 +117,14 @@ def test_no_text_can_write_a_placeholder(parts):
         chat.render([{"role": "system", "content": pad}, message("user", [1])], [TOOL])
 
 
+def test_a_prompt_as_it_stands_holds_no_image(parts):
+    chat = parts[2]
+    ids = chat.render([message("user", ["see", 1])], [TOOL])
+    for prompt in (ids, chat.decode(ids)):
+        with pytest.raises(UserError, match="prompt: it holds a placeholder of an image"):
+            chat.encode_prompt(prompt)
+
+
 def test_a_template_without_images_serves_text_and_says_so():
     _, tokenizer = seeing_model()
     tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "(picture)")

@@ -12,6 +12,7 @@ from chat_help import CALCULATOR, HERMES, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agentrl.chat import calls, formats
 from agentrl.chat.base import ParsedCall
 from agentrl.chat.calls import Schemas
 from agentrl.chat.encode import PartialText
@@ -22,6 +23,9 @@ from agentrl.chat.load import load_chat
 BY_NAME = {form.name: form for form in FORMATS}
 HERMES_FORM = BY_NAME["Hermes JSON in <tool_call>"]
 PYTHON_FORM = BY_NAME["Python calls"]
+
+
+CLOSING = {PYTHON_FORM.name: "<|tool_call_end|>", "gemma calls": "<tool_call|>"}
 
 
 def calls_of(form: Format, text: str, closed: bool = True, tools: tuple[Any, ...] = ()) -> list[ParsedCall]:
@@ -140,6 +144,38 @@ def test_what_is_wrong_with_a_call_is_said(body: str, why: str) -> None:
     assert one.arguments == {}
 
 
+DEEPER = [
+    (HERMES_FORM, '{"name": "f", "name": "g"}'),
+    (HERMES_FORM, '{"name": "f", "arguments": {"n": [{"a": 1, "b": {"a": 2, "a": 2}}]}}'),
+    (HERMES_FORM, '{"name": "f", "arguments": "{\\"a\\": 1, \\"a\\": 2}"}'),
+    (BY_NAME["function tags in <tool_call>"],
+     '<function=f><parameter=n>{"a": 1, "a": 2}</parameter></function>'),
+    (PYTHON_FORM, "[f(n={'a': 1, 'a': 2})]"),
+    (PYTHON_FORM, "[f(n={1: 1, '1': 2})]"),
+    (BY_NAME["gemma calls"], "call:f{n:{a:1,a:2}}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_a_key_that_stands_twice_is_an_error(name: str, text: str) -> None:
+    (call,) = calls_of(BY_NAME[name], re.sub(r"\bn\b", "a", text))
+    assert (call.error or "").endswith("the key 'a' stands twice")
+    assert call.arguments == {}
+
+
+@pytest.mark.parametrize(("form", "body"), DEEPER)
+def test_a_key_that_stands_twice_deeper_is_an_error(form: Format, body: str) -> None:
+    (call,) = calls_of(form, form.marker + body + CLOSING.get(form.name, "</tool_call>"))
+    assert (call.error or "").endswith("stands twice")
+    assert call.arguments == {}
+
+
+def test_a_text_may_hold_a_key_twice() -> None:
+    text = '<tool_call><function=f><parameter=a>{"k": 1, "k": 2}</parameter></function></tool_call>'
+    (call,) = calls_of(BY_NAME["function tags in <tool_call>"], text, tools=(TYPED,))
+    assert call.arguments == {"a": '{"k": 1, "k": 2}'}
+
+
 def test_content_around_calls_and_several_calls() -> None:
     text = 'First. <tool_call>{"name": "f"}</tool_call> then <tool_call>{bad}</tool_call><tool_call>{"name": "g", '
     reading = HERMES_FORM.read(text, False, Schemas(()))
@@ -179,6 +215,7 @@ def test_values_without_quotes_take_the_type_of_the_schema() -> None:
     [
         ("[f(1)]", "given by name"),
         ("[f(**{})]", "given by name"),
+        ("[f(a={**{'b': 1}})]", "plain values"),
         ("[f(a=__import__('os').system('true'))]", "plain values"),
         ("[1]", "it must be name"),
         ("[]", "is empty"),
@@ -296,8 +333,7 @@ def test_where_values_end_that_hold_their_own_closing_tag(form: Format, text: st
     ],
 )
 def test_values_that_nothing_after_could_write_are_refused(form: Format, text: str, why: str) -> None:
-    closing = {PYTHON_FORM.name: "<|tool_call_end|>", "gemma calls": "<tool_call|>"}.get(form.name, "</tool_call>")
-    (one,) = calls_of(form, form.marker + text + closing)
+    (one,) = calls_of(form, form.marker + text + CLOSING.get(form.name, "</tool_call>"))
     assert one.error is not None
     assert why in one.error
 
@@ -440,11 +476,54 @@ def test_work_is_linear_in_the_text(form: Format) -> None:
         '<atem:function_calls><atem:invoke name="x">', "<tool_call><function=f><parameter=a></tool_call>x",
         "<tool_call>f<arg_key>a</arg_key><arg_value></tool_call>x", '<tool_call>{"a": "</tool_call>',
         '<tool_call>["</tool_call>', '<|tool_call>call:f{a:<|"|><tool_call|>',
-        "<|tool_call_start|>[f(a='<|tool_call_end|>", "(a='",
+        "<|tool_call_start|>[f(a='<|tool_call_end|>", "(a='", "<|tool_call>call:1,k{a:2,<tool_call|>",
     ]  # fmt: skip
     for piece in pieces:
         small, large = operations(form, piece * 200), operations(form, piece * 800)
         assert large < 5 * small + 1000, piece
+
+
+BAD = ["{bad}", '{"a": 1', '{"a": "', '["', '{"a": [' * 3, '{"name": "f", "arguments": 3}', '{"a": 1, "a": 1}']
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_what_bad_calls_hold_is_read_a_bounded_number_of_times(
+    name: str, text: str, bad: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`json` reads what it is given in C, and again to count the lines before an error."""
+    read = 0
+
+    class Counting(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> Any:
+            nonlocal read
+            read += len(s)
+            return super().raw_decode(s, idx)
+
+    old = calls._decoder
+    monkeypatch.setattr(calls, "_decoder", Counting(object_pairs_hook=old.object_pairs_hook))
+    broken = re.sub(r"\{.*\}|\[\{.*\}\]", lambda _: bad, text, flags=re.DOTALL)
+    many = broken * 500
+    calls_of(BY_NAME[name], many)
+    assert read <= 20 * len(many)
+
+
+def test_far_ends_of_calls_are_sought_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = 0
+
+    class Counting:
+        def search(self, text: str, at: int) -> Any:
+            nonlocal read
+            match = pattern.search(text, at)
+            read += (len(text) if match is None else match.end()) - at
+            return match
+
+    pattern = formats._MUSE_REACH
+    monkeypatch.setattr(formats, "_MUSE_REACH", Counting())
+    bad = "<|start|>assistant to=f<|message|><atem:function_calls><|end|>"
+    text = bad * 500 + "</atem:invoke></atem:function_calls> so"
+    assert len(calls_of(BY_NAME["channels"], text)) == 500
+    assert 0 < read <= 20 * len(text)
 
 
 def test_ten_megabytes_are_read(tokenizer_chat: Any) -> None:

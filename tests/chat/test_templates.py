@@ -1,10 +1,12 @@
 """Over every chat template with tools that `trl` carries: a conversation grows by ids, as the template writes it."""
 
 import functools
+import json
 import re
 import warnings
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from chat_help import CALCULATOR, NAMED, call, make_tokenizer, result, trl_templates
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,8 @@ from agentrl import tool
 from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import shared
+from agentrl.constraint import Constraint, Shape, unpacked
+from agentrl.engine.grammar import Grammars
 from agentrl.errors import UserError
 
 USER = {"role": "user", "content": "What is 2*3?"}
@@ -323,6 +327,21 @@ def test_glm_stops_where_a_result_begins(name: str) -> None:
     assert chat.decode(cut) == "<|observation|>" + chat.decode(after)
 
 
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_an_empty_message_is_written_as_any_other(name: str) -> None:
+    chat = chat_of(name)
+
+    def written(last: list[int], first: dict[str, Any]) -> str:
+        try:
+            return chat.decode(chat.bridge(last, [first, {"role": "user", "content": "Hm"}]))  # type: ignore[list-item]
+        except UserError:
+            return "refused"
+
+    for last in ([5], *([5, stop] for stop in chat.stop_ids)):
+        for first in (result, lambda content: {"role": "user", "content": content}):
+            assert written(last, first("")) == written(last, first("ZZZ")).replace("ZZZ", "")
+
+
 @st.composite
 def conversations(
     draw: st.DrawFn, contents: st.SearchStrategy[str]
@@ -480,3 +499,61 @@ def test_what_a_template_leaves_out_of_a_tools_schema_is_said(name: str, left_ou
 def test_templates_that_ignore_tools_are_refused(name: str) -> None:
     with pytest.raises(UserError, match="chat template"):
         load_chat(tokenizer_of(name), model_path="nowhere", kind="bridge", tools=[CALCULATOR])
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"text": {"type": "string", "maxLength": 9}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["text", "n"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": ARGUMENTS}}
+    for name in ("add", "look_up")
+]
+JSON_CALLS = {"Hermes JSON in <tool_call>", "bare JSON"}
+"""Formats of calls whose arguments are JSON; of channels, those of gpt-oss."""
+
+
+def drawn(name: str, constraint: Constraint, seed: int) -> list[int]:
+    """A turn of tokens that were drawn from those that are allowed."""
+    chat, tokenizer, rng = chat_of(name), tokenizer_of(name), np.random.default_rng(seed)
+    matcher = Grammars(tokenizer, len(tokenizer)).matcher(constraint, chat.stop_ids)
+    ids: list[int] = []
+    while not ids or ids[-1] not in chat.stop_ids:
+        allowed = np.flatnonzero(np.unpackbits(matcher.bits(), bitorder="little")[: len(tokenizer)])
+        ids.append(int(rng.choice(allowed)))
+        matcher.take(ids[-1])
+        assert matcher.error is None
+        assert unpacked(matcher.allowed[-1], len(tokenizer))[ids[-1]]
+    return ids
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_forced_call_is_read_back_as_one_of_the_tools(name: str) -> None:
+    chat = chat_of(name)
+    if chat.call_format not in JSON_CALLS and "gptoss" not in name:
+        with pytest.raises(UserError, match="cannot be forced"):
+            chat.constraint(None, TOOLS)
+        return
+    forced = chat.constraint(None, TOOLS)
+    plain = Constraint(forced.shapes)
+    for seed in range(3):
+        (call,) = chat.parse(drawn(name, plain, seed)).calls
+        assert (call.error, call.name in ("add", "look_up")) == (None, True)
+        assert isinstance(call.arguments["n"], int)
+        assert set(call.arguments) == {"text", "n"}
+
+
+def test_json_is_read_back_behind_a_thought_where_the_template_has_them() -> None:
+    thought = 0
+    for name in WITH_TOOLS:
+        constraint = chat_of(name).constraint(json.dumps(ARGUMENTS), [])
+        before = "<|channel|>final<|message|>" if "gptoss" in name else ""
+        if "muse" not in name:  # it names the one that the message is for
+            assert constraint.shapes == (Shape(before, json.dumps(ARGUMENTS), ""),)
+        thought += constraint.thought is not None
+        closed = chat_of(name).whole_ids(constraint.thought[1]) if constraint.thought and constraint.begun else []
+        turn = chat_of(name).parse([*closed, *drawn(name, Constraint(constraint.shapes), 0)])
+        assert set(json.loads(turn.content)) == {"text", "n"}
+    assert 0 < thought < len(WITH_TOOLS)

@@ -23,7 +23,7 @@ from agentrl.checkpoint.pending import Pending
 from agentrl.checkpoint.roles import load_roles, restore_rng, rng_state, save_roles
 from agentrl.errors import UserError
 from agentrl.models import lora
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 
 
 def saver(**roles: Role) -> Callable[[Path], Pending]:

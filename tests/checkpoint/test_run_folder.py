@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl import __version__
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
 from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe
@@ -39,6 +40,19 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 def test_resuming_where_no_run_is_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no run there"):
         RunFolder.existing(str(tmp_path))
+
+
+def test_the_recipe_says_the_format_of_the_folder_and_a_later_one_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_recipe("{}\n")
+    head, _, rest = folder.recipe().read_text().partition("\n")
+    assert head == f"# run folder of format 2, written by agentrl {__version__}"
+    assert rest == "{}\n"
+    (tmp_path / "recipe.yaml").write_text("{}\n")  # as 0.1.0 wrote it
+    assert folder.recipe() == tmp_path / "recipe.yaml"
+    (tmp_path / "recipe.yaml").write_text("# run folder of format 3, written by agentrl 9.9\n{}\n")
+    with pytest.raises(UserError, match=r"a later agentrl wrote this run \(format 3; .* reads up to 2\)"):
+        folder.recipe()
 
 
 def test_one_process_at_a_time_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:

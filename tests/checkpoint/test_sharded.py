@@ -21,7 +21,7 @@ from agentrl.checkpoint.gather import span_of
 from agentrl.checkpoint.roles import load_roles, save_roles
 from agentrl.errors import UserError
 from agentrl.models import lora
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 
 WAIT = timedelta(seconds=60)  # for a rank that does not answer
 

@@ -36,6 +36,14 @@ def test_images_of_the_first_prompt_are_counted(recipe: str, capsys: pytest.Capt
     assert "an image takes 9 tokens" in said
 
 
+def test_what_a_run_warns_of_before_its_first_step_is_said(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for change in ("algorithm=kl_cov", "algorithm=dapo"):
+        assert run(["check", recipe, change]) == 0
+        said.append("warning: algorithm.loss 'kl_cov' pulls tokens back" in capsys.readouterr().out)
+    assert said == [True, False]
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [

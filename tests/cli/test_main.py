@@ -1,5 +1,7 @@
 """The command line: what people see, and mistakes that are one line on stderr with exit code 2."""
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
@@ -12,8 +14,8 @@ from warm import Python
 
 from agentrl import __version__
 from agentrl.cli import main
+from agentrl.fine_tuning.new_model import bare_tokenizer
 from agentrl.recipe.load import load_recipe
-from agentrl.sft.new_model import bare_tokenizer
 
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 
@@ -45,6 +47,8 @@ MISTAKES = [
     (["check", "gsm8k_tol"], r"gsm8k_tol: no such recipe file; did you mean .*gsm8k_tool"),
     (["recipes", "gsm8k_tol"], r"no recipe 'gsm8k_tol' ships with agentrl; did you mean 'gsm8k_tool'"),
     (["recipes", "--copy"], r"--copy needs a name"),
+    (["eval", RECIPE, "output=a", "--output", "b"], r"output=a --output b: the same twice"),
+    (["eval", "--resume", "nowhere", "output=a"], r"--resume nowhere: the model and the folder stay what they are"),
     (["eval", RECIPE, "--samples", "x"], r"Invalid value for '--samples'.*; see agentrl eval --help"),
 ]
 
@@ -60,6 +64,24 @@ def test_check_looks_names_up_before_it_prints_anything(capsys, key):
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("\n") == 1
+
+
+def test_sft_refuses_a_folder_for_the_model_before_anything_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").touch()
+    code = (
+        "import sys\nfrom agentrl.cli.main import run\n"
+        "codes = [run(['sft', 'tiny_warmstart', '--out', out]) for out in sys.argv[1:]]\n"
+        "assert codes == [2, 2, 2], codes\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+    )
+    folders = [tmp_path / "model", tmp_path / "file", tmp_path / "file" / "in"]
+    done = subprocess.run([sys.executable, "-c", code, *map(str, folders)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    model, file, inside = done.stderr.splitlines()
+    assert model.endswith("model: holds a model already (model.safetensors): remove it, or name another folder")
+    assert file == inside == f"error: --out {tmp_path / 'file'} is not a folder"
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "sft", "reward-model"])
@@ -118,6 +140,24 @@ def test_check_renders_the_first_prompt_without_a_model(capsys, model_folder):
     assert re.search(r"<\|im_start\|>user\n.+<\|im_end\|>\n<\|im_start\|>assistant\n", prompt)
     assert re.search(r"^\(\d{3} tokens; rollout.max_tokens is 512", prompt, re.M)
     assert re.search(r"^\(chat: own bridge; calls as Hermes JSON", prompt, re.M)
+
+
+@pytest.mark.parametrize(
+    ("keys", "context"),
+    [
+        ([], 1024),
+        (["engine.args.max_context=700"], 700),
+        (["engine.name=sglang", "engine.args.urls=[http://x:1]", "model.device=cpu"], 1024),
+        (["rollout.max_tokens=1024"], None),
+    ],
+)
+def test_check_says_a_context_that_is_too_short_as_a_run_does(capsys, keys, context):
+    assert main.run(["check", RECIPE, "rollout.max_tokens=5000", *keys]) == 0
+    said = capsys.readouterr().out
+    assert ("more than the model's context" in said) is (context is not None)
+    if context is not None:
+        line = f"rollout.max_tokens 5000 is more than the model's context: conversations end at {context} tokens"
+        assert f"\n{line}\n" in said
 
 
 def test_check_shows_the_messages_where_there_is_no_tokenizer(capsys, monkeypatch):
@@ -274,6 +314,57 @@ def test_a_live_terminal_shows_orders_and_obeys_its_own(capsys):
     assert not {"\x1b[2J", "\x9b", "\u202e"} & {out[i : i + n] for n in (1, 4) for i in range(len(out))}
 
 
+@pytest.mark.parametrize("forced", [False, True], ids=["piped", "live"])
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8"])
+def test_every_encoding_of_a_terminal_will_do(monkeypatch, encoding, forced):
+    """A finished run once ended with a UnicodeEncodeError: curve, arrow, table, live display, texts of strangers."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from agentrl.eval.result import Accuracy
+    from agentrl.terminal import Terminal
+    from agentrl.training.display import Display
+
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding=encoding, errors="strict", write_through=True))
+    console = Terminal(force_terminal=forced, width=160, legacy_windows=False, _environ={"TERM": "xterm"})
+    with Display(2, "läuf", console) as display:
+        display.note("漢字 und ü")
+        for step in (1, 2):
+            display.step(step, {"reward/mean": step / 2, "rollout/tokens_per_s": 1.0, "time/step_s": 1.0})
+    display.final([("prüf", None, Accuracy(0.5, 0.4, 0.6))], "läufe/1", 3.0)
+    table = Table(title=Text("…"))
+    table.add_column(Text("é"))
+    table.add_row(Text("漢"))
+    console.print(table)
+    said = raw.getvalue().decode(encoding)
+    wanted = {
+        "ascii": ["\\u6f22\\u5b57 und \\xfc", "pr\\xfcf", "reward =#  0.50 -> 1.00", "+--"],
+        "latin-1": ["\\u6f22\\u5b57 und ü", "prüf", "reward =#  0.50 -> 1.00", "+--"],
+        "cp437": ["\\u6f22\\u5b57 und ü", "prüf", "reward =█  0.50 -> 1.00", "+--"],
+        "utf-8": ["漢字 und ü", "prüf", "reward ▅█  0.50 → 1.00", "┏━"],
+    }
+    plain = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", said)
+    assert [words for words in wanted[encoding] if words not in plain] == []
+
+
+def test_a_plugin_that_redirects_output_takes_no_line_of_the_run(capsys):
+    from agentrl.training.display import Display
+
+    display = Display(1, "run")
+    with contextlib.redirect_stdout(io.StringIO()) as taken:
+        display.note("ours")
+    assert (taken.getvalue(), capsys.readouterr().out) == ("", "ours\n")
+
+
+def test_lines_that_no_console_prints_will_do_in_ascii_too(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii", errors="strict", write_through=True))
+    monkeypatch.setattr(main, "app", lambda **how: print("ü"))
+    assert main.run([]) == 0
+    assert raw.getvalue() == b"\\xfc\n"
+
+
 @pytest.mark.parametrize("arguments", [["version"], ["--version"]])
 def test_version(capsys, arguments):
     assert main.run(arguments) == 0
@@ -331,6 +422,35 @@ def test_a_bug_is_a_traceback(monkeypatch):
     monkeypatch.setattr("agentrl.recipe.load.load_recipe", bug)
     with pytest.raises(ZeroDivisionError):
         main.run(["check", RECIPE])
+
+
+HANGS = """
+import atexit, ctypes, sys, time
+from agentrl.cli import main
+
+def flush():
+    HOW.sleep(3600)
+
+atexit.register(flush)
+main.AT_EXIT, main.GRACE, sys.argv[1:] = 0.2, 0.2, ["version"]
+main.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("time", 0, r"agentrl: exited while flush \(<string>:6\), which was to run at exit, .* after 0.2 s"),
+        ("ctypes.PyDLL(None)", 1, r'File "<string>", line 6 in flush'),  # nothing but a traceback can be had
+    ],
+    ids=["sleeps", "holds the interpreter"],
+)
+def test_what_hangs_at_exit_keeps_no_command_that_is_done(how, code, words):
+    process = subprocess.run(
+        [sys.executable, "-c", HANGS.replace("HOW", how)], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (process.returncode, process.stdout) == (code, f"agentrl {__version__}\n")
+    assert re.search(words, process.stderr)
 
 
 HEAVY = ("torch", "transformers", "datasets", "renderers", "ray", "numpy")

@@ -13,7 +13,7 @@ from agentrl.cli import main
 from agentrl.images import STORE, ImageSpan
 from agentrl.models import embedded_path
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout import journal as journals
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, ToolUse, Trajectory, Turn
@@ -115,6 +115,22 @@ def test_a_tree_is_shown_as_one(run: Path, capsys: pytest.CaptureFixture[str]) -
     assert said.index("-- conversation 1 of 2") < said.index("What is 2+2?") < said.index("It is [red]4[/red].")
     end = said[said.index("-- conversation 2 of 2, which leaves conversation 1 after message 2") :]
     assert end.splitlines()[1:3] == ["[user]", "another way"]
+
+
+def test_calls_of_an_agent_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    t = sample("a", 0)
+    first = replace(t.turns[0], asked={"temperature": 0.2, "top_k": 5})
+    second = replace(t.turns[1], role="judge", trained=False, untrained="unreceived")
+    mask = t.loss_mask.copy()
+    mask[second.start : second.end] = 0
+    (tmp_path / "trajectories").mkdir()
+    journal = Journal(TrajectoriesSection(), lambda: tmp_path / "trajectories", lambda task: "home")
+    kept = replace(t, turns=(first, second), loss_mask=mask, seats={"judge": 0.25})
+    journal.step(1, [Group(t.task, (kept, replace(t, sample=1)))])
+    text = show(capsys, tmp_path)
+    assert "reward 0.05: answer 0, brevity 0.5 x 0.1 · seats: judge 0.25 · ended by stop" in text
+    assert text.count('answer 1: asked for {"temperature": 0.2, "top_k": 5}\n') == 1
+    assert text.count("answer 2 (judge): not trained: nobody received it\n") == 1
 
 
 def test_pictures_are_named_by_their_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -93,9 +93,9 @@ def test_an_interrupted_repetition_goes_on(
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--from", "nowhere", "RECIPE"], "error: nowhere: there is no such file or folder"),
+        (["--from", "nowhere", "RECIPE"], "error: --from nowhere: there is no such file or folder"),
         (["--from", "RUN", "--resume", "RUN"], "error: --from: the run that is resumed samples its rollouts"),
-        (["--from", "RUN/trajectories/step_1.parquet"], "error: train needs a recipe"),
+        (["--from", "RUN/trajectories/step_1.parquet"], "error: --from /"),
         (["--from", "RUN", "model.path=TINY", "rollout.n=x"], "error: command line: rollout.n"),
     ],
 )
@@ -194,6 +194,7 @@ def test_environment_and_tools_score_anew_where_rollouts_are_played_again(
         (["RUN", "--step", "9"], "error: --step 9: not stored in RUN; stored are 1-3"),
         (["RUN", "--split", "trian"], "error: --split trian: nothing of it is stored in RUN; did you mean 'train'?"),
         (["RUN", "--output", "RUN"], "error: output: RUN already holds a run"),
+        (["RUN", "output=RUN"], "error: output: RUN already holds a run"),
         (["RUN", "rewards.weights.nois=2"], "error: rewards.weights: no stored rollout has the part 'nois'"),
         (["RUN", "rewards.functions=[reward_functions:nothing]"], "error: "),
         (["RUN", "--recipe", "nowhere.yaml"], "error: nowhere.yaml"),

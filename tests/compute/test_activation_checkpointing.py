@@ -14,7 +14,8 @@ from agentrl.compute.forward import BlockForward, Forward, ModuleForward, Sequen
 from agentrl.learner.roles import LocalRoles
 from agentrl.models import lora
 from agentrl.models.load import load_model
-from agentrl.recipe.schema import LoraSection, ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 
 ROW = _probe(60)
 

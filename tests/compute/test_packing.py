@@ -25,7 +25,7 @@ from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
 from agentrl.compute.packing import Segment, indices, micro_batches, pack
 from agentrl.compute.prefix_tree import LEAST
 from agentrl.models.load import load_model
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.sections.model import ModelSection
 
 
 def separate(model: PreTrainedModel, batch: Batch, weight: torch.Tensor, temperature: float) -> torch.Tensor:

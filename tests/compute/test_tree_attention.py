@@ -34,7 +34,7 @@ from agentrl.compute.tree_attention import (
     subtree_ends,
 )
 from agentrl.models.load import load_model
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.sections.model import ModelSection
 
 CPU = torch.device("cpu")
 shapes = st.lists(

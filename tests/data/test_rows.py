@@ -17,7 +17,7 @@ from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.models import embedded_path
 from agentrl.models.load import resolve
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.remote import fetched
 
 ROWS = [{"prompt": f"question {n}", "answer": str(n), "deep": {"n": n, "tags": ["a", "b"]}} for n in range(40)]

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from agentrl.data.sampler import TaskSampler, filtered, make_sampler
+from agentrl.data.sampler import TaskSampler, filtered, make_sampler, restrict
 from agentrl.errors import UserError
+from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.order import Order
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import DataSection
+from agentrl.recipe.sections.env import DataSection
 
 TASKS = [Task(f"t{i}", {"level": i // 5, "question": "?" * (10 - i)}) for i in range(10)]
 HERE = __name__
@@ -153,6 +154,52 @@ def test_tasks_are_filtered_by_a_function() -> None:
         filtered(section(filter=f"{HERE}:short"), TASKS[:2])
     with pytest.raises(UserError, match=r"data\.filter '.*:by_length': task t0: raised TypeError"):
         filtered(section(filter=f"{HERE}:by_length"), TASKS)
+
+
+MADE: list[int] = []
+
+
+def make_task(index: int) -> Task:
+    MADE.append(index)
+    return Task(f"t{index}", {"question": "?" * (index % 7)})
+
+
+MANY = LazyTasks(50_000, make_task)
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        ({"filter": f"{HERE}:short"}, 40),
+        ({"filter": f"{HERE}:short", "order": "sequential"}, 40),
+        ({"order": "curriculum"}, 0),
+        ({"filter": f"{HERE}:short", "epochs": 1}, 50_000),  # which wants their number
+        ({"filter": f"{HERE}:short", "order": "curriculum"}, 50_000),  # which draws among all
+    ],
+)
+def test_no_more_tasks_are_made_than_the_order_asks_for(keys: dict[str, Any], most: int) -> None:
+    """50,000 were, at every start."""
+    MADE.clear()
+    found = make_sampler(section(**keys), MANY, 0)
+    restrict(found, section(**keys), MANY)
+    drawn = found.draw(16)
+    assert len(MADE) <= most
+    everything = make_sampler(section(**keys), MANY, 0)
+    everything.excluded = filtered(section(**keys), MANY)
+    assert drawn == everything.draw(16)
+    again = make_sampler(section(**keys), MANY, 0)
+    restrict(again, section(**keys), MANY)
+    again.restore(found.state())
+    assert again.draw(16) == everything.draw(16)
+
+
+def test_a_filter_that_keeps_none_is_refused_as_before() -> None:
+    wanted = section(filter=f"{HERE}:short")
+    for order in ("shuffled", "sequential"):
+        with pytest.raises(UserError, match=r"^data\.filter '.*:short' keeps none of the 2 tasks$"):
+            restrict(make_sampler(section(order=order), TASKS[:2], 0), wanted, TASKS[:2])
+    with pytest.raises(UserError, match=r"data\.filter '.*:by_length': task t\d: raised TypeError"):
+        restrict(make_sampler(section(), TASKS, 0), section(filter=f"{HERE}:by_length"), TASKS)
 
 
 CURRICULUM = {"name": "curriculum", "args": {"rest": 0.2}}

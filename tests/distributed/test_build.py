@@ -24,7 +24,8 @@ from agentrl.distributed.fsdp.mesh import ParallelContext, make_context
 from agentrl.errors import UserError
 from agentrl.images import keyed
 from agentrl.models.load import load_model, load_scorer
-from agentrl.recipe.schema import ClusterSection, ModelSection
+from agentrl.recipe.sections.cluster import ClusterSection
+from agentrl.recipe.sections.model import ModelSection
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

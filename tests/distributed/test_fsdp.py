@@ -18,7 +18,8 @@ from agentrl.compute import liger
 from agentrl.compute.forward import SequenceForward
 from agentrl.models import lora
 from agentrl.models.load import load_model
-from agentrl.recipe.schema import ClusterSection, LoraSection, ModelSection
+from agentrl.recipe.sections.cluster import ClusterSection
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 
 EXACT = ("tied", "untied", "adapter", "critic", "copies", "offload", "checkpointing", "window", "sequences", "forks")
 SEEING = tuple(name for name in SCENARIOS if SCENARIOS[name].sees)

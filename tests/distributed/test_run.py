@@ -90,8 +90,8 @@ BAD: list[tuple[list[str], str]] = [
     (["cluster.workers=99"], "needed: one node with 99 CPUs; there: node"),
     (["cluster.gpus=8"], "needed: one node with 8 CPUs and 8 GPUs; there: node"),
     (["cluster.workers=2", "model.path=/nowhere/model"], "/nowhere/model"),
-    (["cluster.workers=2", "cluster.shard=3"], "cluster.shard"),
-    (["cluster.workers=2", "cluster.sequence_parallel=3"], "cluster.sequence_parallel"),
+    (["cluster.workers=2", "cluster.shard=3"], "cluster: shard"),
+    (["cluster.workers=2", "cluster.sequence_parallel=3"], "cluster: sequence_parallel"),
     (["cluster.workers=2", "algorithm.loss=cluster_plugins:nothing"], "nothing"),
 ]
 

@@ -441,8 +441,9 @@ def test_a_broken_sandbox_is_found(subject: Subject, monkeypatch: Patch, tmp_pat
 def test_a_sandbox_that_nobody_asks_for_may_be_absent(subject: Subject, monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert finding("sandbox", subject).status is Status.ABSENT
-    subject.recipe = small(tools=["python"])
-    assert finding("sandbox", subject).status is Status.FAILED
+    for asks in ({"tools": ["python"]}, {"agent": {"command": ["/bin/sh"], "sandbox": True}}):
+        subject.recipe = small(**asks)
+        assert finding("sandbox", subject).status is Status.FAILED
 
 
 @pytest.mark.parametrize(("said", "line"), [("41", "instead of 42"), ("REACHED the network\n42", "is not confined")])

@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from paths import SUPPORT
+from processes import until
 from train_help import small
+from warm import Python
 
 from agentrl.cli import main
 from agentrl.doctor import examine as examining
@@ -41,6 +45,30 @@ def test_a_check_that_fails_hangs_dies_or_exits_ends_no_other(tmp_path: Path) ->
     assert logs["fails"] == "what the part wrote"
     assert logs["dies"] == "its last words"
     assert logs["first"] == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_an_examination_that_is_ended_leaves_no_folder(number: int, tmp_path: Path) -> None:
+    """SIGTERM left three of them."""
+    code = """
+import sys
+from agentrl.doctor import examine
+examine.CHECKS = examine.examine.__kwdefaults__["checks"] = "doctor_plugins:LASTS"
+from agentrl.cli.main import main
+sys.argv[1:] = ["doctor"]
+main()
+"""
+    process = Python(["-c", code], env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(SUPPORT)})
+    try:
+        until(lambda: list(tmp_path.glob("of-a-check-*")) or process.poll() is not None)
+        assert {path.name.rpartition("-")[0] for path in tmp_path.iterdir()} == {"of-a-check", "agentrl-doctor"}
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, list(tmp_path.iterdir())) == (130, []), said
+    assert "Traceback" not in said
 
 
 @pytest.mark.ray

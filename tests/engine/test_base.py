@@ -9,7 +9,8 @@ from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, 
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_engine
-from agentrl.recipe.schema import EngineSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.rollout import EngineSection
 
 
 class Mute(Engine):

@@ -23,12 +23,13 @@ from agentrl.engine.sglang.kind import SglangEngine, SglangKind
 from agentrl.engine.transformers import TransformersEngine
 from agentrl.engine.vllm.kind import VllmEngine, VllmKind
 from agentrl.errors import UserError
+from agentrl.fine_tuning.new_model import bare_tokenizer, new_model
 from agentrl.images import STORE, runs
 from agentrl.models.image_families import FAMILIES
 from agentrl.models.lora import adapter_parameters, add_adapter
 from agentrl.models.vision import Vision
-from agentrl.recipe.schema import LoraSection, NewModel
-from agentrl.sft.new_model import bare_tokenizer, new_model
+from agentrl.recipe.sections.model import LoraSection
+from agentrl.recipe.sections.sft import NewModel
 
 SHAPE = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
 TOWER = {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2}

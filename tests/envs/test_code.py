@@ -18,7 +18,7 @@ from train_help import write_lines
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import InfrastructureError, Session, Task
-from agentrl.recipe.schema import EnvSection
+from agentrl.recipe.sections.env import EnvSection
 from agentrl.testing import check_environment
 from agentrl.trajectory import Boundary, FinishReason, Trajectory
 

@@ -8,8 +8,8 @@ from paths import RECIPES
 from train_help import metrics, records
 
 import agentrl
+from agentrl.fine_tuning.run import sft
 from agentrl.recipe.load import load_recipe
-from agentrl.sft.run import sft
 
 RECIPE = RECIPES / "code_tool.yaml"
 SHORT = [

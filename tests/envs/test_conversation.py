@@ -7,7 +7,7 @@ import pytest
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment
-from agentrl.recipe.schema import EnvSection
+from agentrl.recipe.sections.env import EnvSection
 
 MADE = {
     "gsm8k": (50_000, ("test", "phrasing", "large", "validation")),

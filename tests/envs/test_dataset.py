@@ -23,7 +23,7 @@ from vision_help import picture
 from agentrl import Message, Session, Task, ToolKwargs, UserError
 from agentrl.data.files import write_parquet
 from agentrl.images import STORE, ImageError
-from agentrl.recipe.schema import RolloutSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 

@@ -11,7 +11,7 @@ from processes import eventually
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_environment
-from agentrl.recipe.schema import EnvSection
+from agentrl.recipe.sections.env import EnvSection
 from agentrl.rollout.groups import roll_out
 from agentrl.testing import call, check_environment
 from agentrl.testing.play import Stage

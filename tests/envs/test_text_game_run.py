@@ -13,9 +13,9 @@ from paths import RECIPES
 from train_help import metrics, records
 
 import agentrl
+from agentrl.fine_tuning.run import sft
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import load_recipe
-from agentrl.sft.run import sft
 from agentrl.testing import call as line
 from agentrl.testing import check_environment
 from agentrl.trajectory import Boundary, FinishReason, check_invariants

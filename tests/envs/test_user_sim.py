@@ -15,7 +15,7 @@ from fakes import ScriptedEngine, call, make_driver
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Message, Task
-from agentrl.recipe.schema import EnvSection
+from agentrl.recipe.sections.env import EnvSection
 from agentrl.testing import call as agent_call
 from agentrl.testing import check_environment
 from agentrl.trajectory import FinishReason, Trajectory

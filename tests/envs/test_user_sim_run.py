@@ -14,11 +14,11 @@ import agentrl
 from agentrl.chat.encode import Encoder
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
+from agentrl.fine_tuning.demonstrations import Demonstrator
+from agentrl.fine_tuning.run import sft
 from agentrl.models.load import load_model
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import ModelSection
-from agentrl.sft.demonstrations import Demonstrator
-from agentrl.sft.run import sft
+from agentrl.recipe.sections.model import ModelSection
 
 RECIPE = RECIPES / "user_sim.yaml"
 SHORT = [

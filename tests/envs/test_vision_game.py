@@ -13,14 +13,15 @@ from paths import ROOT
 
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.errors import UserError
+from agentrl.fine_tuning.run import sft
 from agentrl.images import STORE
 from agentrl.models.load import load_model
 from agentrl.offline.replay import Which, replay
 from agentrl.plugins.types import Session
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import ModelSection, SftSection, SftStage
+from agentrl.recipe.sections.model import ModelSection
+from agentrl.recipe.sections.sft import SftSection, SftStage
 from agentrl.rollout.stored import read_samples
-from agentrl.sft.run import sft
 from agentrl.training.run import train
 from agentrl.trajectory import check_invariants
 from agentrl.view.store import _sample
@@ -174,7 +175,7 @@ def test_an_agent_is_trained_by_what_it_shows_the_model(trained, tmp_path):
     for sample in read_samples(file):
         t = sample.trajectory
         check_invariants(t)
-        assert (t.failure, len(t.segments)) == (None, 3)
+        assert (t.failure, len(t.turns)) == (None, 3)
         last = set(t.paths()[-1].tolist())  # of an untrained model not every turn is written as it was sampled
         assert sum(span.start in last for span in t.images) == 3
         assert all((tmp_path / "run" / "images" / f"{span.hash}.png").is_file() for span in t.images)

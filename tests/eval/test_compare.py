@@ -20,7 +20,7 @@ from agentrl.errors import UserError
 from agentrl.eval import paired
 from agentrl.eval.paired import bootstrap_interval, difference, difference_shown, holm, permutation_p, tasks_needed
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group
 

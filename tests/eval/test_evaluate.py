@@ -105,8 +105,10 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
     assert sum(one["solved"] for one in kept) == 6 * result["accuracy"]
     assert main.run(["show", str(tmp_path / "kept"), "--split", "large"]) == 0
     assert kept[0]["task"] in capsys.readouterr().out
-    assert main.run(arguments) == 2
-    assert "holds conversations already" in capsys.readouterr().err
+    at = arguments.index("--keep")
+    for same in (arguments, [*arguments[:at], f"output={tmp_path / 'kept'}", *arguments[at + 2 :]]):
+        assert main.run(same) == 2
+        assert "holds conversations already" in capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "kept" / "tasks.jsonl").read_text().splitlines()]
     assert [(one["split"], one["samples"]) for one in lines] == [("large", 2)] * 3
     assert sum(one["solved"] for one in lines) == 6 * result["accuracy"]

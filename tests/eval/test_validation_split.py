@@ -22,7 +22,7 @@ from agentrl.eval.result import Accuracy
 from agentrl.eval.statistics import wilson
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import EnvSection
+from agentrl.recipe.sections.env import EnvSection
 from agentrl.training.display import Display
 from agentrl.training.run import TrainResult
 

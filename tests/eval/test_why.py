@@ -17,7 +17,7 @@ from agentrl.errors import UserError
 from agentrl.eval.signs import miscopied, repeated, said, unsure
 from agentrl.eval.why import Diagnosis, diagnose, fisher
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, ToolUse, Trajectory, Turn
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl.gateway.anthropic_messages import AnthropicMessages
-from agentrl.gateway.call import GatewayError
+from agentrl.gateway.call import Call, GatewayError
 from agentrl.gateway.chat_completions import ChatCompletions
 from agentrl.gateway.history import History, _read
 from agentrl.gateway.responses import Responses
@@ -21,6 +21,14 @@ TALK = [
 ]  # fmt: skip
 
 
+def parsed(history: History, text: bytes, dialect: Any) -> Call:
+    """The call of a body, which is kept."""
+    found = history.find(text, dialect)
+    read = history.parse(found, dialect)
+    history.keep(found, read)
+    return read.call
+
+
 def body(name: str, messages: list[Any], spaced: bool, **more: Any) -> bytes:
     key = "messages" if name == "anthropic" else name
     whole = {"max_tokens": 5, key: messages, "model": "m", **more} if name == "anthropic" else {key: messages, **more}
@@ -33,7 +41,7 @@ def test_a_longer_body_goes_on_from_the_one_before(name: str, spaced: bool) -> N
     history, dialect, before = History(), DIALECTS[name], None
     for length in (1, 3, 5):
         text = body(name, TALK[:length], spaced)
-        call = history.parse(text, dialect)
+        call = parsed(history, text, dialect)
         assert call.earlier is before
         assert call.messages == dialect.parse(json.loads(text)).messages
         before = call
@@ -42,9 +50,9 @@ def test_a_longer_body_goes_on_from_the_one_before(name: str, spaced: bool) -> N
 @pytest.mark.parametrize("change", [{"tools": [{"name": "t"}]}, {"system": "Be brief."}], ids=str)
 def test_other_tools_or_another_system_prompt_are_another_history(change: dict[str, Any]) -> None:
     history, dialect = History(), DIALECTS["anthropic"]
-    history.parse(body("anthropic", TALK[:1], True), dialect)
+    parsed(history, body("anthropic", TALK[:1], True), dialect)
     text = body("anthropic", TALK[:3], True, **change)
-    call = history.parse(text, dialect)
+    call = parsed(history, text, dialect)
     assert call.earlier is None
     assert call.messages == dialect.parse(json.loads(text)).messages
 
@@ -52,21 +60,22 @@ def test_other_tools_or_another_system_prompt_are_another_history(change: dict[s
 def test_a_body_that_is_broken_after_what_is_known_is_an_error() -> None:
     history, dialect = History(), DIALECTS["messages"]
     known = body("messages", TALK[:1], False)
-    history.parse(known, dialect)
+    parsed(history, known, dialect)
     for broken in (known[:-2] + b",{]}", known[:-2] + b"}", known[:-1]):
         with pytest.raises(GatewayError, match="the body is not JSON"):
-            history.parse(broken, dialect)
+            parsed(history, broken, dialect)
 
 
 def test_a_body_is_read_as_json_reads_it() -> None:
     """In one pass, which also finds where the messages stand."""
     right = [
         "{}", " {\n} ", '{"a":1}', '{ "a" : [ 1 , {"b":null} ] , "c":"}]," }', '{"messages":[{}]}', '{"a":1,"a":2}',
-        '{"messages":[{"k":1}],"messages":3}', '{"\\u0061": NaN}', '{"ü":"🙂","messages":[{"k":"é"} ] }\n',
+        '{"messages":[{"k":1}],"messages":3}', '{"\\u0061": 1}', '{"ü":"🙂","messages":[{"k":"é"} ] }\n',
     ]  # fmt: skip
     wrong = [
         "", " ", "{", "{,}", '{"a"}', '{"a":}', '{"a":1,}', '{"a":1}}', '{"a":1 "b":2}', "{a:1}", '{"a":1', "[]", "nul",
-        '{"a" 1}', '{"a":1};', "\ufeff{}", "{'a':1}", '{"messages":[{}]', '{"messages":[{},]}', '"{"', "{1:2}",
+        '{"a" 1}', '{"a":1};', "\ufeff{}", "{'a':1}", '{"messages":[{}]', '{"messages":[{},]}', '{"a": NaN}',
+        '{"a": [-Infinity]}', '"{"', "{1:2}",
     ]  # fmt: skip
     for text in right:
         found, head, end = _read(body := text.encode(), "messages")

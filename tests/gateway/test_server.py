@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import gzip
 import io
 import json
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import groupby
@@ -12,6 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 from anthropic import AsyncAnthropic
+from anthropic import AuthenticationError as AnthropicUnauthorized
 from anthropic import BadRequestError as AnthropicBadRequest
 from openai import AsyncOpenAI
 from openai import BadRequestError as OpenAIBadRequest
@@ -20,6 +23,8 @@ from processes import eventually
 from vision_help import picture
 
 from agentrl.chat.base import Said
+from agentrl.errors import UserError
+from agentrl.gateway import bounds
 from agentrl.gateway import server as server_module
 from agentrl.gateway.call import Call, Completion, Feed, Finish, GatewayError, Origin
 from agentrl.gateway.server import Gateway
@@ -43,9 +48,11 @@ class Scripted:
     def __init__(self, message: Message, finish: Finish = Finish.STOP, seconds: float = 0.0) -> None:
         self.message, self.finish, self.seconds = message, finish, seconds
         self.images = True
+        self.context = 1 << 20
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self.losses: list[str] = []
+        self.refusals: list[str] = []
         self.spoken: list[tuple[str, str]] = []
         """Pieces that are certain before the answer is whole; after each it waits until it was `heard`."""
         self.heard = asyncio.Event()
@@ -82,6 +89,10 @@ class Scripted:
         if completion_id != "t-1":
             raise GatewayError(f"{completion_id} is unknown")
         return (*self.calls[0].messages, self.message)
+
+    def too_long(self, why: str) -> GatewayError:
+        self.refusals.append(why)
+        return GatewayError(why, 400, "context_length_exceeded")
 
     def lost(self, completion: Completion) -> None:
         self.losses.append(completion.id)
@@ -344,29 +355,35 @@ async def test_a_model_that_does_not_see_refuses_images(asked: Any) -> None:
     assert not endpoint.calls
 
 
+HELLO = {"role": "user", "content": "hi"}
+
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("chat/completions", {"n": 2}), ("chat/completions", {"stop": ["x"]}), ("chat/completions", {"messages": 3}),
+    ("chat/completions", {"n": 2}), ("chat/completions", {"stop": ["x", ""]}), ("chat/completions", {"messages": 3}),
     ("chat/completions", {"messages": [{"role": "robot", "content": ""}]}), ("chat/completions", {"max_tokens": 0}),
     ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ("chat/completions", {"messages": [{"role": "system", "content": [
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]}),
     ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]}),
-    ("chat/completions", {"response_format": {"type": "json_object"}}),
+    ("chat/completions", {"response_format": {"type": "grammar"}}),
+    ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}),
+    ("chat/completions", {"tool_choice": {"type": "custom"}}), ("responses", {"tool_choice": "file_search"}),
+    ("messages", {"output_config": {"format": {"type": "xml"}}}),
     ("chat/completions", {"tool_choice": "required"}),
     ("chat/completions", {"tools": [{"type": "function"}]}), ("chat/completions", {"top_logprobs": 3}),
     ("responses", {"input": [{"type": "computer_call"}]}), ("responses", {"previous_response_id": "resp_x"}),
     ("responses", {"text": {"format": {"type": "json_schema"}}}), ("responses", {"tools": [{"type": "web_search"}]}),
-    ("messages", {"stop_sequences": ["x"]}), ("messages", {"messages": [{"role": "system", "content": ""}]}),
+    ("messages", {"stop_sequences": [3]}), ("messages", {"messages": [{"role": "system", "content": ""}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
-    ("messages", {"tool_choice": {"type": "any"}}), ("messages/count_tokens", {"messages": "x"}),
+    ("messages", {"tool_choice": {"type": "tool", "name": "x"}}), ("messages/count_tokens", {"messages": "x"}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("path", "change"), REFUSED, ids=[f"{p} {json.dumps(c)[:40]}" for p, c in REFUSED])
 async def test_what_cannot_be_served_is_refused_in_the_dialects_own_form(path: str, change: dict[str, Any]) -> None:
     endpoint = Scripted(TEXT)
-    talk = [{"role": "user", "content": "hi"}]
-    body = {"model": "any", "messages": talk, "input": "hi", "max_tokens": 5, **change}
+    body = {"model": "any", "messages": [HELLO], "max_tokens": 5, **change}
+    if path == "responses":
+        body = {"model": "any", "input": "hi", **change}
     async with (
         served(endpoint) as (url, key),
         aiohttp.ClientSession(headers={"x-api-key": key}) as session,
@@ -380,12 +397,225 @@ async def test_what_cannot_be_served_is_refused_in_the_dialects_own_form(path: s
     assert not endpoint.calls
 
 
+NO_CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("chat/completions", {"tool_choice": "none", "tools": [{"type": "function", "function": {"name": "add"}}]}),
+    ("responses", {"tool_choice": "none", "tools": [{"type": "function", "name": "add"}]}),
+    ("messages", {"tool_choice": {"type": "none"}, "tools": [{"name": "add", "input_schema": SCHEMA}]}),
+]
+
+
+@pytest.mark.parametrize(("path", "change"), NO_CALLS, ids=[path for path, _ in NO_CALLS])
+async def test_tools_that_may_not_be_called_stay_in_the_prompt(path: str, change: dict[str, Any]) -> None:
+    endpoint = Scripted(TEXT)
+    body = {**({"input": "hi"} if path == "responses" else {"messages": [HELLO], "max_tokens": 5}), **change}
+    async with served(endpoint) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+        for asked in (body, {**body, "tool_choice": None}):
+            async with session.post(f"{url}/v1/{path}", json=asked) as response:
+                assert response.status == 200
+    assert [call.may_call for call in endpoint.calls] == [False, True]
+    assert [call.tools[0]["function"]["name"] for call in endpoint.calls] == ["add", "add"]
+
+
+UNKNOWN = [
+    ("POST", "/v1/nothing", 404), ("GET", "/", 404), ("GET", "/v1/messages/batches", 404),
+    ("GET", "/v1/chat/completions", 405), ("GET", "/v1/messages", 405), ("DELETE", "/v1/models/tiny", 405),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "path", "status"), UNKNOWN)
+async def test_an_unknown_path_or_method_is_an_error_of_the_dialect(method: str, path: str, status: int) -> None:
+    async with served(Scripted(TEXT)) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+        async with session.request(method, url + path) as response:
+            found = await response.json()
+            assert (response.status, "Allow" in response.headers) == (status, status == 405)
+        async with session.request(method, url + path, headers={"anthropic-version": "1"}) as response:
+            assert (await response.json())["type"] == "error"
+    assert path in found["error"]["message"]
+    assert (found.get("type") == "error") == path.startswith("/v1/messages")
+
+
+async def test_models_and_counts_by_the_vendors_sdks() -> None:
+    endpoint = Scripted(TEXT)
+    async with (
+        served(endpoint) as (url, key),
+        AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai,
+        AsyncAnthropic(base_url=url, api_key=key) as anthropic,
+    ):
+        assert (await openai.models.retrieve("org/a-model")).id == "org/a-model"
+        assert (await anthropic.models.retrieve("tiny")).display_name == "tiny"
+        assert [model.id async for model in await anthropic.models.list()] == ["tiny"]
+        assert (await openai.responses.input_tokens.count(model="any", input="hi")).input_tokens == 101
+        with pytest.raises(OpenAIBadRequest, match="expected an array"):
+            await openai.responses.input_tokens.count(model="any", input=7)  # type: ignore[arg-type]
+    async with AsyncAnthropic(base_url=url, api_key="wrong", max_retries=0) as stranger, served(endpoint) as (url, _):
+        stranger.base_url = url
+        with pytest.raises(AnthropicUnauthorized, match="authentication_error"):
+            await stranger.models.list()
+
+
+PROMPTS: list[tuple[Any, Any]] = [
+    ("1 + 1 =", "1 + 1 ="), (["1 + 1 ="], "1 + 1 ="), ([5, 6], (5, 6)), ([[5, 6]], (5, 6)), (["a", "b"], None),
+    ([], None), ("", None), ([5, "a"], None), ([-1], None), ([True], None), ([1 << 40], None), (None, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("prompt", "taken"), PROMPTS, ids=[str(p) for p, _ in PROMPTS])
+async def test_completions_by_the_openai_sdk(prompt: Any, taken: Any, stream: bool) -> None:
+    endpoint = Scripted(TEXT, Finish.LENGTH)
+    asked: dict[str, Any] = {"model": "any", "prompt": prompt, "max_tokens": 9, "logprobs": 0, "stream": stream}
+    async with served(endpoint) as (url, key), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai:
+        if taken is None:
+            with pytest.raises(OpenAIBadRequest, match="prompt"):
+                await openai.completions.create(**asked)
+            return
+        found = await openai.completions.create(**asked)
+        (whole,) = [one async for one in found] if stream else [found]
+        with pytest.raises(OpenAIBadRequest, match="echo: True is not served"):
+            await openai.completions.create(**{**asked, "echo": True})
+    (choice,) = whole.choices
+    assert (choice.text, choice.finish_reason) == (TEXT["content"], "length")
+    assert (choice.logprobs.tokens, choice.logprobs.text_offset) == (["He", "y"], [0, 2])
+    assert (endpoint.calls[0].prompt, endpoint.calls[0].max_tokens) == (taken, 9)
+
+
+OBJECT: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+PLAIN: Any = {
+    "tools": [{"type": "function", "function": {"name": "add"}}, {"type": "function", "function": {"name": "b"}}]
+}
+FLAT: Any = {"tools": [{"type": "function", "name": "add"}, {"type": "function", "name": "b"}]}
+THEIRS: Any = {"tools": [{"name": "add", "input_schema": {}}, {"name": "b", "input_schema": {}}]}
+SCHEMA_OF_CHAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": OBJECT, "strict": True}}
+SCHEMA_OF_OTHERS: Any = {"type": "json_schema", "name": "x", "schema": OBJECT}
+BOTH_TOOLS = ("add", "b")
+FORCED: list[tuple[str, dict[str, Any], Any]] = [
+    ("chat/completions", {**PLAIN, "tool_choice": "required"}, BOTH_TOOLS),
+    ("chat/completions", {**PLAIN, "tool_choice": {"type": "function", "function": {"name": "b"}}}, ("b",)),
+    ("chat/completions", {**PLAIN, "tool_choice": "auto"}, ()),
+    ("responses", {**FLAT, "tool_choice": "required"}, BOTH_TOOLS),
+    ("responses", {**FLAT, "tool_choice": {"type": "function", "name": "b"}}, ("b",)),
+    ("messages", {**THEIRS, "tool_choice": {"type": "any"}}, BOTH_TOOLS),
+    ("messages", {**THEIRS, "tool_choice": {"type": "tool", "name": "b"}}, ("b",)),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, {"type": "object"}),
+    ("chat/completions", {"response_format": SCHEMA_OF_CHAT}, OBJECT),
+    ("responses", {"text": {"format": {"type": "json_object"}}}, {"type": "object"}),
+    ("responses", {"text": {"format": SCHEMA_OF_OTHERS}}, OBJECT),
+    ("messages", {"output_config": {"format": SCHEMA_OF_OTHERS}}, OBJECT),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "wanted"), FORCED, ids=[f"{p} {json.dumps(c)[-60:]}" for p, c, _ in FORCED])
+async def test_a_forced_answer_is_read_in_each_dialect(path: str, change: dict[str, Any], wanted: Any) -> None:
+    endpoint = Scripted(TEXT)
+    body = {**({"input": "hi"} if path == "responses" else {"messages": [HELLO], "max_tokens": 5}), **change}
+    async with (
+        served(endpoint) as (url, key),
+        aiohttp.ClientSession(headers={"x-api-key": key}) as session,
+        session.post(f"{url}/v1/{path}", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+    (call,) = endpoint.calls
+    if isinstance(wanted, tuple):
+        assert (call.must_call, call.schema) == (wanted, None)
+    else:
+        assert (call.must_call, json.loads(call.schema or "")) == ((), wanted)
+
+
+CHAT = "chat/completions"
+BY_FIELD: list[tuple[str, dict[str, Any], str | None]] = [
+    ("messages", {"output_format": {"type": "json_schema", "schema": {}}}, "use output_config.format"),
+    ("messages", {"thinking": {"type": "disabled"}}, None), ("messages", {"thinking": {"type": "adaptive"}}, None),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, None),
+    ("messages", {"mcp_servers": []}, None), ("messages", {"mcp_servers": [{"name": "x"}]}, "offer their tools"),
+    ("messages", {"container": "c"}, "offer a tool"), ("messages", {"container": None}, None),
+    ("messages", {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "compact the conversation"),
+    ("messages", {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, None),
+    (CHAT, {"parallel_tool_calls": False}, None), (CHAT, {"parallel_tool_calls": True}, None),
+    (CHAT, {"chat_template_kwargs": {"enable_thinking": False}}, "the run's chat template"),
+    (CHAT, {"chat_template_kwargs": {}}, None),
+    (CHAT, {"continue_final_message": True}, "the run's chat template"),
+    (CHAT, {"guided_json": {}}, "response_format"), (CHAT, {"guided_regex": "a"}, "response_"),
+    (CHAT, {"structured_outputs": {"json": {}}}, "ask for a form by response_format"),
+    (CHAT, {"modalities": ["text"]}, None), (CHAT, {"modalities": ["audio"]}, "writes text"),
+    (CHAT, {"best_of": 2}, "send a request"), (CHAT, {"best_of": 1}, None),
+    (CHAT, {"n": True}, "send a request"), (CHAT, {"n": 1}, None),
+    (CHAT, {"min_p": 0.1, "repetition_penalty": 1.1}, None),
+    (CHAT, {"function_call": {"name": "f"}}, "use tools"), (CHAT, {"function_call": "auto"}, None),
+    (CHAT, {"nonsense": 1}, "unknown here"), (CHAT, {"nonsense": None}, None),
+    ("responses", {"max_tool_calls": 1}, None),
+    ("responses", {"include": ["message.output_text.logprobs"]}, "no log-probs"),
+    ("responses", {"include": ["reasoning.encrypted_content"]}, None), ("responses", {"background": True}, "wait for"),
+    ("responses", {"conversation": "c"}, "use previous_response_id"),
+    ("responses", {"parallel_tool_calls": False}, None),
+    ("responses", {"input": [{"type": "item_reference", "id": "msg_other-1"}]}, "'msg_other-1' is unknown"),
+    ("responses", {"input": [{"type": "item_reference", "id": "file_1"}]}, "send the item itself"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "change", "why"), BY_FIELD, ids=[f"{p} {json.dumps(c)[:50]}" for p, c, _ in BY_FIELD])
+async def test_a_field_that_changes_the_answer_is_served_or_refused(
+    path: str, change: dict[str, Any], why: str | None
+) -> None:
+    endpoint = Scripted(TEXT)
+    body = {"input": "hi", **change} if path == "responses" else {"messages": [HELLO], "max_tokens": 5, **change}
+    async with (
+        served(endpoint) as (url, key),
+        aiohttp.ClientSession(headers={"x-api-key": key}) as session,
+        session.post(f"{url}/v1/{path}", json=body) as response,
+    ):
+        found = await response.json()
+    assert response.status == (200 if why is None else 400), found
+    if why is not None:
+        assert next(iter(change)) in found["error"]["message"]
+        assert why in found["error"]["message"]
+        return
+    (call,) = endpoint.calls
+    ((name, value),) = list(change.items())[:1]
+    one = "parallel" in json.dumps(change) and value is not True
+    assert call.one_call == one
+    assert call.ignored == (("max_tool_calls",) if name == "max_tool_calls" else ())
+    assert (name in call.asked) == (name in ("thinking", "min_p"))
+
+
+async def test_a_strict_tool_is_counted_and_a_legacy_call_is_a_call() -> None:
+    endpoint = Scripted(TEXT)
+    strict = {"type": "function", "function": {"name": "add", "strict": True, "parameters": SCHEMA}}
+    messages: Any = [
+        HELLO, {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+        {"role": "function", "name": "add", "content": "1"},
+    ]  # fmt: skip
+    async with served(endpoint) as (url, key), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai:
+        await openai.chat.completions.create(model="m", messages=messages, tools=[strict])
+    (call,) = endpoint.calls
+    assert call.ignored == ("tools[].strict",)
+    assert call.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reference_to_an_item_stands_for_the_item(stream: bool) -> None:
+    """As SDKs send them that rely on answers being stored."""
+    endpoint = Scripted({**BOTH, "content": "Let me see."}, Finish.TOOLS)
+    async with served(endpoint) as (url, key), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai:
+        if stream:
+            async with openai.responses.stream(model="any", input="hi") as streamed:
+                found: Any = await streamed.get_final_response()
+        else:
+            found = await openai.responses.create(model="any", input="hi")
+        outputs: Any = [{"type": "function_call_output", "call_id": c["id"], "output": "2"} for c in CALLS]
+        for items in ([item.model_dump() for item in found.output],
+                      [{"type": "item_reference", "id": item.id} for item in found.output]):  # fmt: skip
+            await openai.responses.create(model="any", input=[HELLO, *items, *outputs])  # type: ignore[list-item]
+    assert len(found.output) == 4
+    assert endpoint.calls[1].messages == endpoint.calls[2].messages
+    assert len(endpoint.calls[2].messages[1]["tool_calls"]) == 2
+
+
 GARBAGE = [b"", b"\xff\x00", b"[1]", b"null", b"{", b'{"messages": ' + b"[" * 100_000]
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
 async def test_garbage_is_an_error_of_the_dialect(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "BODY_BYTES", 1 << 20)
+    monkeypatch.setattr(bounds, "BODY_BYTES", 1 << 20)
     endpoint = Scripted(TEXT)
     async with served(endpoint) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
         for body in [*GARBAGE, b" " * (2 << 20)]:
@@ -396,6 +626,89 @@ async def test_garbage_is_an_error_of_the_dialect(path: str, monkeypatch: pytest
         async with session.post(f"{url}/v1/nothing", data=b"") as response:
             assert response.status == 404
     assert not endpoint.calls
+
+
+def talk(*messages: Any, **more: Any) -> bytes:
+    return json.dumps({"max_tokens": 5, "messages": messages, **more}).encode()
+
+
+def in_place(body: bytes, path: str) -> bytes:
+    if path != "responses":
+        return body
+    return body.replace(b'"messages"', b'"input"', 1).replace(b"max_tokens", b"max_output_tokens", 1)
+
+
+HOSTILE = {
+    "characters": (talk({"role": "user", "content": "a " * 405_000}), "characters are longer than any conver"),
+    "bytes": (talk(HELLO, metadata={"a": "b" * 1_200_000}), "bytes is longer than any conversation of 20000 tokens"),
+    "messages": (talk(*[HELLO] * 5000), "5000 messages; at most 4096 are served"),
+    "values": (b'{"messages":[' + b"[]," * 80_000 + b"[]]}", "more than 200000 values"),
+    "keys": (b"{" + b",".join([b'"k":0'] * 110_000) + b'}', "more than 200000 values"),
+    "quotes": (b"[" + b'"",' * 210_000, "more than 200000 values"),
+    "depth": (b'{"messages":' + b"[" * 65, "deeper than 64"),
+    "depth of a tool": (talk(HELLO, tools=json.loads('[{"function":' * 40 + "1" + "}]" * 40)), "deeper than 64"),
+    "depth behind quotes": (b'{"a":"\\"[{","messages":' + b"[{" * 40, "deeper than 64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages", "messages/count_tokens"])
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_a_body_that_no_context_could_hold_is_refused_before_it_is_rendered(name: str, path: str) -> None:
+    endpoint = Scripted(TEXT)
+    endpoint.context, endpoint.images = 20_000, False
+    body, why = HOSTILE[name]
+    async with (
+        served(endpoint) as (url, key),
+        aiohttp.ClientSession(headers={"x-api-key": key}) as session,
+        session.post(f"{url}/v1/{path}", data=in_place(body, path)) as response,
+    ):
+        found = await response.json()
+    assert response.status == 400, found
+    assert why in found["error"]["message"]
+    assert not endpoint.calls
+    assert bool(endpoint.refusals) == (name in ("characters", "bytes", "messages"))
+
+
+@pytest.mark.parametrize(("coding", "body", "status"), [
+    ("gzip", gzip.compress(talk(HELLO)), 200), ("deflate", zlib.compress(talk(HELLO)), 200),
+    ("identity", talk(HELLO), 200), ("gzip", b"no gzip", 400), ("gzip", gzip.compress(talk(HELLO))[:-12], 400),
+    ("deflate", b"\x00", 400), ("gzip", gzip.compress(b" " * 50_000_000), 413), ("br", talk(HELLO), 415),
+], ids=str)  # fmt: skip
+async def test_a_compressed_body_is_read_as_far_as_it_may_be_long(coding: str, body: bytes, status: int) -> None:
+    headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
+    async with served(Scripted(TEXT)) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+        for path in ("chat/completions", "messages"):
+            async with session.post(f"{url}/v1/{path}", data=body, headers=headers) as response:
+                found = await response.json()
+            assert response.status == status, found
+            assert ("error" in found) == (status != 200)
+
+
+async def test_a_body_that_comes_byte_by_byte_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "READ_SECONDS", 0.05)
+    async with served(Scripted(TEXT)) as (url, key):
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: h\r\nx-api-key: {key}\r\nContent-Length: 9\r\n\r\n{{"
+        writer.write(head.encode())
+        async with asyncio.timeout(60):
+            assert b"408" in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize("path", ["v1/chat/completions", "v1/messages", "v1/messages/count_tokens", "mcp"])
+async def test_a_rollout_that_ends_while_a_body_comes_is_over(path: str) -> None:
+    gateway = Gateway()
+    await gateway.start()
+    with gateway.serving(Scripted(TEXT)) as key:
+        reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+        head = f"POST /{path} HTTP/1.1\r\nHost: h\r\nx-api-key: {key}\r\nContent-Length: 2\r\n\r\n{{"
+        writer.write(head.encode())
+        await asyncio.sleep(0.05)
+    writer.write(b"}")
+    async with asyncio.timeout(60):
+        assert b" 401 " in await reader.readline()
+    writer.close()
+    await gateway.close()
 
 
 async def test_an_error_of_the_endpoint_is_told_also_in_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,17 +818,20 @@ async def test_an_answer_that_is_another_than_was_sent_ends_in_an_error() -> Non
     assert "is not the beginning of the whole" in text.partition("event: error\n")[2]
 
 
-async def test_a_client_that_leaves_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", 0.02)
-    endpoint = Scripted(TEXT, seconds=0.3)
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_a_client_that_leaves_is_noticed(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before the answer, whole or streamed, and after the first comment of a stream."""
+    endpoint = Scripted(TEXT, seconds=0.2)
     async with served(endpoint) as (url, key):
-        for stream in (False, True):
+        for stream, comment in ((False, 10.0), (True, 10.0), (True, 0.02)):
+            monkeypatch.setattr(server_module, "KEEP_ALIVE_SECONDS", comment)
             async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
-                await left(endpoint, session, url, stream)
-        async with asyncio.timeout(60):
-            while len(endpoint.losses) < 2:
-                await asyncio.sleep(0.01)
-    assert sorted(endpoint.losses) == ["t-1", "t-2"]
+                await left(endpoint, session, f"{url}/v1/{path}", stream, reads=comment < 1)
+        await eventually(lambda: len(endpoint.losses) == 3)
+    assert sorted(endpoint.losses) == ["t-1", "t-2", "t-3"]
+    assert not caplog.records
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_text_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,7 +840,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_text_is_noticed(monkeypat
     endpoint.spoken = [("content", "Hello"), ("content", ", you")]
     async with served(endpoint) as (url, key):
         async with aiohttp.ClientSession(headers={"x-api-key": key}) as session:
-            await left(endpoint, session, url, True)
+            await left(endpoint, session, f"{url}/v1/chat/completions", True, reads=True)
         endpoint.heard.set()
         async with asyncio.timeout(60):
             while len(endpoint.losses) < 1:
@@ -533,20 +849,37 @@ async def test_a_client_that_leaves_in_the_middle_of_a_text_is_noticed(monkeypat
     assert endpoint.losses == ["t-1"]
 
 
-async def left(endpoint: Scripted, session: aiohttp.ClientSession, url: str, stream: bool) -> None:
-    """Close the connection once the call is there and before its answer, or in the middle of a stream."""
+async def left(endpoint: Scripted, session: aiohttp.ClientSession, url: str, stream: bool, reads: bool) -> None:
+    """Close the connection once the call is there and before its answer. reads: once something of that came."""
     before = len(endpoint.calls)
+    body = {"input": "hi"} if url.endswith("responses") else {"messages": [HELLO], "max_tokens": 5}
+    body |= {"stream": stream}
 
     async def post() -> None:
-        async with session.post(f"{url}/v1/chat/completions", json={"messages": [], "stream": stream}) as response:
+        async with session.post(url, json=body) as response:
             await response.content.read(4)
             response.close()
 
     work = asyncio.ensure_future(post())
-    if not stream:
+    if not reads:
         await eventually(lambda: len(endpoint.calls) > before)
         work.cancel()
-    await asyncio.gather(work, return_exceptions=not stream)
+    await asyncio.gather(work, return_exceptions=not reads)
+
+
+async def test_a_client_that_closes_after_the_last_event_has_received_it(caplog: pytest.LogCaptureFixture) -> None:
+    endpoint = Scripted(TEXT)
+    async with served(endpoint) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+        for _ in range(10):
+            body = {"messages": [], "stream": True}
+            async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+                await response.content.readuntil(b"[DONE]")
+                response.close()
+        async with session.get(f"{url}/v1/models") as response:
+            assert response.status == 200
+    assert len(endpoint.calls) == 10
+    assert not endpoint.losses
+    assert not caplog.records
 
 
 async def test_the_end_of_a_rollout_ends_its_calls() -> None:
@@ -567,6 +900,28 @@ async def test_the_end_of_a_rollout_ends_its_calls() -> None:
         await openai.close()
     finally:
         await gateway.close()
+
+
+async def test_who_is_elsewhere_reaches_it_by_its_public_url_and_a_key() -> None:
+    gateway = Gateway(host="0.0.0.0", public_url="http://host.of.containers:{port}/model")
+    await gateway.start()
+    try:
+        port = gateway.sandbox_url.removeprefix("http://127.0.0.1:")
+        assert gateway.url == f"http://host.of.containers:{port}/model"
+        with gateway.serving(Scripted(TEXT)) as key:
+            async with aiohttp.ClientSession() as session:
+                for given, status in ((key, 200), ("", 401), ("any", 401)):
+                    url, headers = f"http://127.0.0.1:{port}/v1/models", {"x-api-key": given}
+                    async with session.get(url, headers=headers) as response:
+                        assert response.status == status
+    finally:
+        await gateway.close()
+    for loopback in (Gateway(), Gateway(host="localhost")):
+        with loopback.serving(Scripted(TEXT), key=""):
+            pass
+    for elsewhere in (gateway, Gateway(public_url="http://a:1")):
+        with pytest.raises(UserError, match="everybody may call the model: give a key"):
+            elsewhere.serving(Scripted(TEXT), key="").__enter__()
 
 
 async def test_tools_by_the_mcp_sdk() -> None:

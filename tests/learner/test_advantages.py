@@ -16,10 +16,21 @@ from agentrl.algo.advantage import gdpo
 from agentrl.algo.terms import Samples
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
-from agentrl.learner.advantages import part_columns, sums, turn_numbers, turn_states, with_advantages
+from agentrl.learner.advantages import (
+    part_columns,
+    seat_columns,
+    step_rewards,
+    sums,
+    turn_numbers,
+    turn_states,
+    with_advantages,
+)
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.learner.streams import weighted
+from agentrl.recipe.sections.algorithm import AlgorithmSection
+from agentrl.rollout.groups import Contrast, contrast
+from agentrl.trajectory import Group, Segment, Trajectory
 
 IN_REWARD = {"kl_coef": 0.1, "kl_in": "reward"}
 
@@ -212,3 +223,69 @@ def test_tokens_know_their_turns() -> None:
     learner = alone(make_model(), make_recipe({"preset": "turn"}))
     assert learner.learn(groups)["train/samples"] > 0
     assert learner.learned[0].advantages.any()
+
+
+def seated() -> list[Trajectory]:
+    """Three samples of a task, of a solver that a judge speaks beside; the last judge has no reward of its own."""
+    first = [(2, 4, 0.25), (5, 6, 0.5), (7, 9, 0.0)]
+    made = [
+        trajectory_of(first, 10, {"answer": 0.25, "step": 0.75}, seats={"judge": 0.2}),
+        trajectory_of([(2, 3, 0.0), (4, 6, 0.0)], 6, {"answer": 0.0}, seats={"judge": 0.6, "absent": 3.0}),
+        trajectory_of([(2, 3, 0.0), (4, 5, 0.0)], 5, {"answer": 0.5}),
+    ]
+    roles = {1: "judge"}
+    turns = [tuple(replace(turn, role=roles.get(i, "")) for i, turn in enumerate(t.turns)) for t in made]
+    return [replace(t, turns=own) for t, own in zip(made, turns, strict=True)]
+
+
+def test_a_seat_is_compared_with_the_same_seat_of_the_tasks_other_rollouts() -> None:
+    """By hand: the solvers earned 1, 0 and 0.5, the judges 0.2 and 0.6."""
+    given = seated()
+    batch = Batch.from_trajectories(given, [0, 0, 0])
+    batch = seat_columns(given, batch.with_tokens(step_rewards=step_rewards(given, batch)))
+    seen: list[Samples] = []
+
+    def estimator(samples: Samples, config: AlgorithmSection) -> Tensor:
+        seen.append(samples)
+        return torch.arange(len(samples.rewards)).float()
+
+    with_advantages(batch.with_tokens(turns=turn_numbers(given, batch)), estimator, AlgorithmSection())
+    (samples,) = seen
+    torch.testing.assert_close(samples.rewards, torch.tensor([1.0, 0.2, 0.0, 0.6, 0.5]))
+    assert samples.groups.tolist() == [0, 1, 0, 1, 0]
+    assert samples.lengths.tolist() == [4, 1, 1, 2, 2]
+    torch.testing.assert_close(
+        samples.token_rewards, torch.tensor([0, 0.25, 0, 0.75, 0.2, 0.0, 0.0, 0.6, 0.0, 0.5])
+    )  # what a tool paid in a judge's turn is the rollout's, at its end
+    assert samples.turns is not None
+    assert samples.turns.tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, 1]
+    half = 0.2 / (0.08**0.5)
+    for name, wanted in {"dr_grpo": (0.5, -0.2, 0.2), "grpo": (1.0, -half, half), "rloo": (0.75, -0.4, 0.4)}.items():
+        solver, one, other = wanted
+        found = with_advantages(batch, advantages.get(name).function, AlgorithmSection()).tokens["advantages"]
+        first = [0, 0, solver, solver, 0, one, 0, solver, solver, 0]
+        np.testing.assert_allclose(found[:10], first, atol=1e-5)
+        np.testing.assert_allclose(found[10:16], [0, 0, -solver, 0, other, other], atol=1e-5)
+        np.testing.assert_allclose(found[16:], 0, atol=1e-5)
+    with pytest.raises(UserError, match="compares parts of the reward, which rewards of seats do not have"):
+        with_advantages(batch.with_samples(**part_columns(given, batch)), gdpo, AlgorithmSection())
+
+
+@pytest.mark.parametrize("branched", [False, True])
+def test_a_step_learns_by_the_rewards_of_seats(branched: bool) -> None:
+    given = seated()
+    if branched:
+        given[0] = replace(given[0], segments=(Segment(0, 4), Segment(4, 6), Segment(6, 10, 0)))
+    group = Group(given[0].task, tuple(given))
+    learner = alone(make_model(), make_recipe({"advantage": "dr_grpo"}))
+    assert learner.learn([group])["train/samples"] > 0
+    found = [one.advantages for one in learner.learned]
+    np.testing.assert_allclose(found[0], [0, 0, 0.5, 0.5, 0, -0.2, 0, 0.5, 0.5, 0], atol=1e-6)
+    np.testing.assert_allclose(found[1], [0, 0, -0.5, 0, 0.2, 0.2], atol=1e-6)
+    batch = seat_columns(given, Batch.from_trajectories(given, [0, 0, 0]))
+    recipe = make_recipe({"aggregation": "token_mean"})
+    weight = weighted(batch, recipe).tokens["weight"]
+    np.testing.assert_allclose(weight[batch.tokens["loss_mask"] == 1], 1 / 10, rtol=1e-6)
+    equal = replace(group, trajectories=tuple(replace(t, rewards={"answer": 1.0}) for t in given))
+    assert contrast(equal) is Contrast.VARIED
+    assert contrast(replace(equal, trajectories=equal.trajectories[1:])) is Contrast.EQUAL

@@ -11,6 +11,7 @@ from learner_help import VOCABULARY, alone, learned, make_groups, make_model, ma
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.packing import bins
+from agentrl.compute.value_head import confidence_features
 from agentrl.learner.advantages import sampled_in_order
 from agentrl.plugins.types import Task
 from agentrl.trajectory import (
@@ -78,6 +79,25 @@ def test_each_token_is_trained_on_one_path_and_they_stand_in_the_order_of_sampli
         *made.logprobs[made.loss_mask == 1],
         *batch.tokens["logprobs"][-2:],
     ]
+
+
+@pytest.mark.parametrize("untrained", [(), (0,), (4,)], ids=str)
+def test_a_critic_is_told_of_all_sampled_tokens_on_the_path(untrained: tuple[int, ...]) -> None:
+    """Of those that another path trains, and of those that none does."""
+    made = tree(FORKED, untrained=untrained)
+    sampled = np.concatenate([np.arange(turn.start, turn.end) for turn in made.turns])
+    wanted = np.zeros((len(made.ids), 2))
+    for path in made.paths():
+        for place, token in enumerate(path):
+            p = np.exp(made.logprobs[[earlier for earlier in path[:place] if earlier in sampled]])
+            least = p.min(initial=1.0)
+            wanted[token] = (1 - least, least - p.prod())
+    batch = Batch.from_trajectories([tree([(-1, 4, 2)], seed=1), made])
+    found, mask = confidence_features(batch), batch.tokens["loss_mask"] == 1
+    own = mask & (np.repeat(batch.rollouts, batch.lengths) == 1)
+    assert own.sum() == made.loss_mask.sum()
+    np.testing.assert_allclose(found[own], wanted[batch.tokens["began"][own]], atol=1e-6)
+    assert not found[~mask].any()
 
 
 def test_a_rollout_that_trains_nothing_still_counts_in_its_group() -> None:

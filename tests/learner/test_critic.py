@@ -35,7 +35,10 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, value_columns
 from agentrl.learner.roles import LocalRoles
 from agentrl.models import lora
-from agentrl.recipe.schema import AlgorithmSection, CriticSection, LoraSection, ModelSection, Recipe, TrainSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import AlgorithmSection, CriticSection
+from agentrl.recipe.sections.model import LoraSection, ModelSection
+from agentrl.recipe.sections.train import TrainSection
 
 
 def make_values(family: str) -> ValueModel:

@@ -30,7 +30,10 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate
 from agentrl.learner.roles import LocalRoles
-from agentrl.recipe.schema import AlgorithmSection, ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import AlgorithmSection
+from agentrl.recipe.sections.model import ModelSection
+from agentrl.rollout.selection import varied
 from agentrl.trajectory import FinishReason, Group
 
 
@@ -76,6 +79,7 @@ def test_the_gradient_is_that_of_the_formula(aggregation: str) -> None:
         {"advantage": "dr_grpo"},
         {"loss": {"name": "clip_cov", "args": {"share": 0.2, "low": 0.01}}, "top_entropy": 0.4},
         {"loss": {"name": "kl_cov", "args": {"share": 0.2}}},
+        {"loss": "vespo", "off_policy_mask": 0.01, "kl_coef": 0.1, "kl_estimator": "k3*"},
     ],
 )
 def test_micro_batches_change_nothing(algorithm: dict[str, Any]) -> None:
@@ -451,6 +455,7 @@ def test_the_overlong_penalty_rises_over_the_buffer() -> None:
     assert metrics["reward/overlong"] == pytest.approx(-penalty.mean())
     got = [made.advantages[made.advantages != 0].mean() for made in learner.learned]
     assert got == pytest.approx(penalty.mean() - penalty, abs=1e-6)
+    assert not varied(group)  # dynamic sampling leaves it out, as DAPO does: its samples are all right or all wrong
 
 
 def test_a_step_without_groups_changes_nothing_but_the_rate() -> None:

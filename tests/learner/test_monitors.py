@@ -75,6 +75,8 @@ def once(step: int) -> range:
         ("cut_by_length", {"stop/length": 1}, range(40), None, ""),
         ("cut_by_time", {"stop/timeout": 4}, range(10, 40), 13, r"50% of the samples ran out of time"),
         ("cut_by_time", {"stop/timeout": 1}, range(40), None, ""),
+        ("answers_unreceived", {"gateway/calls": 8, "gateway/unreceived": 4}, range(10, 40), 13, r"received 50% of"),
+        ("answers_unreceived", {"gateway/calls": 8, "gateway/unreceived": 1}, range(40), None, ""),
         ("tools_not_called", {"tool/calculator/calls": 0}, range(40), 10, r"no tool in 10 steps \(calculator\)"),
         ("tools_not_called", {"tool/calculator/calls": 0}, range(20, 40), 30, r"hardly calls calculator any more"),
         ("tools_not_called", {"tool/calculator/calls": 8}, range(20, 40), None, ""),
@@ -206,14 +208,20 @@ def test_a_critic_that_warms_up_is_not_taken_for_it() -> None:
         ({"rollout__top_k": 1}, r"rollout.top_k is 1, so"),
         ({"rollout__temperature": 0.0, "algorithm": {"advantage": "reinforce_plus_plus"}}, None),
         ({"rollout__temperature": 0.0, "train__steps": 0}, None),
+        ({"algorithm": {"loss": "kl_cov"}}, r"algorithm.loss 'kl_cov' pulls tokens back .*: set train.mini_batches=4"),
+        ({"algorithm": {"loss": "dro"}}, r"algorithm.loss 'dro' pulls"),
+        ({"algorithm": {"loss": "dro"}, "train__epochs": 2}, None),
+        ({"algorithm": {"loss": "kl_cov"}, "train__mini_batches": 2}, None),
+        ({"algorithm": {"loss": "clip_cov"}}, None),
     ],
 )
-def test_samples_that_cannot_differ_are_told_before_the_first(changes: Changes, words: str | None) -> None:
+def test_what_cannot_be_learned_from_is_told_before_the_first(changes: Changes, words: str | None) -> None:
     health = Health(small(**changes))
     lines = [one.line for one in health.before_start()]
     assert len(lines) == (words is not None)
     if words is not None:
         assert re.search(words, lines[0])
+    if "rollout__temperature" in changes and words is not None:
         assert not any(health.step(FLAT | {"step": step}) for step in range(1, 9))
 
 

@@ -251,6 +251,13 @@ def test_streams_have_weights_by_environment_and_schedule() -> None:
     for column, chosen, weight in [("weight", parts == 0, 1), ("imitate", best, 2), ("distill", parts == 0, 0.75)]:
         expected = batch.spread((weight * chosen / lengths[chosen].sum()).astype(np.float32))
         np.testing.assert_allclose(columns[column], expected, rtol=1e-6)
+    allowed = np.full(len(batch.tokens["ids"]), None, object)
+    constrained = np.flatnonzero(batch.tokens["loss_mask"])[::3]
+    allowed[constrained] = b"some"
+    bound = weighted(batch.with_tokens(allowed=allowed), recipe).tokens
+    assert not bound["distill"][constrained].any()  # a teacher says how likely a token is among all
+    assert bound["distill"].sum() == pytest.approx(columns["distill"].sum())
+    np.testing.assert_array_equal(bound["weight"], columns["weight"])
     over = with_streams(Batch.from_groups(GROUPS), trajectories, recipe, 4, lambda task: 0)
     assert "distill" not in over.samples  # at 0 it costs nothing: no teacher is asked
     np.testing.assert_array_equal(good(batch, 0.5), rewards >= 0.5)

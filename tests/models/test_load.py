@@ -10,6 +10,7 @@ from paths import ROOT
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.errors import UserError
+from agentrl.fine_tuning.new_model import train_tokenizer
 from agentrl.learner.actor import off_policy_of
 from agentrl.models.image_families import family_of
 from agentrl.models.load import (
@@ -24,8 +25,8 @@ from agentrl.models.load import (
 from agentrl.models.shape import read_shape
 from agentrl.models.streamed import stream_model
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import ModelSection, Recipe
-from agentrl.sft.new_model import train_tokenizer
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.training.preflight import check_names
 
 TINY = Qwen3Config(

@@ -31,7 +31,8 @@ from agentrl.models import embedded_path, lora
 from agentrl.models.load import load_model, resolve
 from agentrl.models.memory import plan_memory
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import LoraSection, ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 from agentrl.rollout.player import Player
 from agentrl.training.run import resume_run
 from agentrl.weights import ModelWeights

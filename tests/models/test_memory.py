@@ -18,7 +18,8 @@ from agentrl.models import embedded_path, memory
 from agentrl.models.load import load_model, resolve_types
 from agentrl.models.memory import Setting, plan, plan_memory, plan_pools
 from agentrl.models.shape import Shape
-from agentrl.recipe.schema import ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import ModelSection
 
 SMALL = Qwen2Config(  # Qwen2.5-0.5B's shapes
     vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,

@@ -15,7 +15,8 @@ from agentrl.models.load import resolve_types
 from agentrl.models.memory import MemoryPlan, Setting, Traffic, plan
 from agentrl.models.shape import Shape
 from agentrl.recipe.load import load_recipe
-from agentrl.recipe.schema import LoraSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import LoraSection
 
 PAGE = (ROOT / "docs" / "plan_70b.md").read_text(encoding="utf-8")
 QWEN = Qwen2Config(

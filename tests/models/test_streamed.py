@@ -27,7 +27,7 @@ from agentrl.errors import UserError
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.models.streamed import NotStreamed, Read, stream, stream_model
-from agentrl.recipe.schema import LoraSection, ModelSection
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -13,9 +13,9 @@ from agentrl.compute.packing import bins, micro_batches
 from agentrl.engine.base import EngineError, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.local.vision_runner import VisionRecomputeRunner, VisionRunner
+from agentrl.fine_tuning.new_model import bare_tokenizer
 from agentrl.images import STORE, keyed
 from agentrl.models.vision import Vision
-from agentrl.sft.new_model import bare_tokenizer
 
 RNG = np.random.default_rng(0)
 SQUARE, WIDE, TALL = picture(0), picture(1, 48, 16), picture(2, 16, 64)
@@ -243,7 +243,7 @@ async def test_new_weights_drop_the_features(model):
 
 async def test_an_engine_of_a_model_that_reads_text_takes_no_images(model):
     from agentrl.models.load import load_model
-    from agentrl.recipe.schema import ModelSection
+    from agentrl.recipe.sections.model import ModelSection
 
     engine = LocalEngine(load_model(ModelSection())[0], max_batch=1)
     assert not engine.images
@@ -257,7 +257,7 @@ def test_what_is_saved_is_loaded_by_transformers_and_by_us(any_model, tmp_path):
 
     from agentrl.checkpoint.huggingface import HuggingFace
     from agentrl.models.load import load_model
-    from agentrl.recipe.schema import ModelSection
+    from agentrl.recipe.sections.model import ModelSection
 
     writer = HuggingFace(any_model)
     writer.begin(tmp_path, bare_tokenizer(template()))

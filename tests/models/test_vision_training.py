@@ -19,6 +19,8 @@ from agentrl.compute.value_head import SequenceValues
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError
+from agentrl.fine_tuning.pairs import Pair, PairReader
+from agentrl.fine_tuning.reward_model import RewardTrainer
 from agentrl.learner.actor import Actor
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
@@ -29,11 +31,10 @@ from agentrl.models.image_input import check_sight
 from agentrl.models.load import check_roles, load_model, load_scorer, load_tokenizer
 from agentrl.models.vision import Vision
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import LoraSection, ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 from agentrl.rollout.model_reward import translation
 from agentrl.rollout.scorer import _sample
-from agentrl.sft.pairs import Pair, PairReader
-from agentrl.sft.reward_model import RewardTrainer
 from agentrl.trajectory import Trajectory
 
 

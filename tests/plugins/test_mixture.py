@@ -9,7 +9,8 @@ from agentrl.errors import UserError
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import EnvPart, EnvSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.env import EnvPart, EnvSection
 from agentrl.rollout.groups import roll_out
 
 

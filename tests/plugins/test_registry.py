@@ -4,15 +4,17 @@ import re
 import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from agentrl import Environment, Reward, Sample, Task, Tool, UserError
 from agentrl.cli.main import run
+from agentrl.plugins.environment import LazyTasks
 from agentrl.plugins.registry import find, installed, load, make_environment, make_tool
 from agentrl.plugins.reward import make_reward
-from agentrl.recipe.schema import EnvSection, RewardSection, ToolSection
+from agentrl.recipe.sections.env import EnvSection, RewardSection, ToolSection
 
 MODULE = """
 from agentrl import Environment, Task, Tool, tool
@@ -153,6 +155,13 @@ def test_a_mistake_is_one_line(plugins, name, args, words):
     assert "\n" not in str(error.value)
 
 
+def test_a_package_that_an_extra_brings_is_named_with_the_extra(distribution):
+    distribution("demo", "demo_extra", {"agentrl.tools": {"far": "demo_extra:Far [remote]"}})
+    (Path(sys.path[0]) / "demo_extra.py").write_text("import no_such_package_here\n")
+    with pytest.raises(UserError, match=r"No module named 'no_such_package_here': pip install 'demo\[remote\]'$"):
+        make_tool(ToolSection(name="far"))
+
+
 class Scale(BaseModel):
     """factor: what a number is multiplied by."""
 
@@ -291,6 +300,10 @@ class Failing(Environment):
     def tasks(self, split):
         if self.name == "empty":
             return []
+        if self.name in LAZY:
+            return LazyTasks(2, LAZY[self.name])
+        if self.name in GIVEN:
+            return GIVEN[self.name]()
         raise OSError("the disk\nis gone")
 
     async def create(self, session, **create_kwargs):
@@ -298,6 +311,45 @@ class Failing(Environment):
 
     async def calc_reward(self, session, **kwargs):
         return 0.0
+
+
+LAZY = {"raises": {0: Task("a", {})}.__getitem__, "numbered": lambda i: Task(i, {}), "untyped": lambda i: {"id": "a"}}
+GIVEN = {
+    "forgetful": lambda: None, "mapped": lambda: {"a": Task("a", {})}, "drained": lambda: iter([Task("a", {})]),
+    "dicts": lambda: [Task("a", {}), {"id": "b"}], "twins": lambda: [Task("a", {}), Task("b", {}), Task("a", {})],
+}  # fmt: skip
+KIND = r"tasks\('\w+'\) returned %s: expected a sequence of Task, such as a list"
+BAD_TASKS = [
+    ("forgetful", KIND % "nothing"),
+    ("mapped", KIND % "dict"),
+    ("drained", KIND % "list_iterator"),
+    ("dicts", r"task 1 of '\w+' is dict, not a Task"),
+    ("twins", r"task 2 of '\w+' has the id of task 0, 'a': give each its own"),
+    ("raises", r"task 1 of '\w+' failed: KeyError: 1"),
+    ("numbered", r"task 0 of '\w+' has the id 0 of type int: an id is a text"),
+    ("untyped", r"task 0 of '\w+' is dict, not a Task"),
+]
+
+
+@pytest.mark.parametrize("command", [["check"], ["train"], ["try", "--task", "1"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(("name", "words"), BAD_TASKS, ids=[name for name, _ in BAD_TASKS])
+def test_a_task_that_cannot_be_had_is_one_line(command, name, words, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"env: {{name: '{__name__}:Failing', args: {{name: {name}}}}}\noutput: {tmp_path / 'run'}\n")
+    assert run([command[0], str(recipe), *command[1:]]) == 2
+    words = (
+        words if command[0] != "try" or name not in LAZY else words.replace("task 0", "task 1").replace("id 0", "id 1")
+    )
+    assert re.fullmatch(rf"error: environment '{name}': {words}( \(\w+.py:\d+\))?\n", capsys.readouterr().err)
+
+
+def rows() -> list[dict[str, str]]:
+    return [{"question": "1+1", "answer": "2"}]
+
+
+def test_a_plain_function_is_no_environment():
+    with pytest.raises(UserError, match=r"rows' is a function without the argument `source`; expected an Environment"):
+        make_environment(EnvSection(name=f"{__name__}:rows"))
 
 
 def test_an_environment_without_a_name_is_one_line():

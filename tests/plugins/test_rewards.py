@@ -14,7 +14,7 @@ from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.rewards import check_weights, known_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Session
-from agentrl.recipe.schema import EnvPart
+from agentrl.recipe.sections.env import EnvPart
 
 
 class Own(Gsm8k):

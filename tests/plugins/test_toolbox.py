@@ -11,7 +11,7 @@ from agentrl.plugins.decorator import tool
 from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.toolbox import Toolbox, offered
 from agentrl.plugins.types import InfrastructureError, Task, ToolResponse
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 from agentrl.rollout.groups import roll_out
 from agentrl.trajectory import Boundary, FinishReason
 

@@ -32,7 +32,7 @@ from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.step import SYNC, StepProfiler
 from agentrl.profiling.trace import OwnTimes, Profiler, add_own_times
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16,

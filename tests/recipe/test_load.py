@@ -17,8 +17,8 @@ from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name, show_reci
 from agentrl.recipe.mistakes import known_fields, section_of
 from agentrl.recipe.presets import PRESETS
 from agentrl.recipe.reference import reference
-from agentrl.recipe.schema import AlgorithmSection
-from agentrl.recipe.secrets import masked_text
+from agentrl.recipe.sections.algorithm import AlgorithmSection
+from agentrl.secrets import masked_text
 
 SHIPPED = RECIPES
 
@@ -32,8 +32,11 @@ def write(tmp_path):
     return write_file
 
 
-def test_defaults_fill_an_empty_file(write):
-    assert load_recipe(write("")) == Recipe()
+def test_defaults_fill_what_is_not_said_and_a_file_that_says_nothing_is_refused(write):
+    assert load_recipe(None) == load_recipe(write("# none yet"), ["train.seed=0"]) == Recipe()
+    for text in ("", "{}", "# none yet", "null"):
+        with pytest.raises(UserError, match=r"r.yaml: is empty; a recipe has at least one key, such as `extends: gsm"):
+            load_recipe(write(text))
 
 
 def test_values_of_a_file(write):
@@ -75,7 +78,7 @@ def test_an_empty_mapping_empties_what_it_extends(write):
     recipe = load_recipe(write("extends: base.yaml\nenv: {mix: [{name: a}, {name: b}], args: {}}\n"))
     assert recipe.env.args == {}
     assert recipe.engine.args == {"flags": {"a": 1}}
-    with pytest.raises(UserError, match=r"env.args has no effect beside env.mix: .* leave it at \{\}"):
+    with pytest.raises(UserError, match=r"env: args has no effect beside mix: .* leave it at \{\}"):
         load_recipe(write("extends: base.yaml\nenv: {mix: [{name: a}, {name: b}]}\n"))
 
 
@@ -158,6 +161,10 @@ env:
 MISTAKES = {
     "rollout: {m: 3}": r"r.yaml:1: rollout.m: unknown key; known: compact, concurrency, max_",
     "rolout: {n: 3}": r"rolout: unknown key; did you mean 'rollout'\?",
+    "agent: {name: a, train_auxiliary: true}": r"r.yaml:1: agent.train_auxiliary: is now `agent.train`: every answer",
+    "agent: {name: a, host: 'http://a'}": r"r.yaml:1: agent.host: expected an address such as 0.0.0.0",
+    "agent: {name: a, host: 'a:99999'}": r"r.yaml:1: agent.host: expected an address such as 0.0.0.0",
+    "agent: {name: a, public_url: 'a:8000'}": r"r.yaml:1: agent.public_url: expected a URL such as http",
     "algorithm: {normalize_std: false}": r"r.yaml:1: algorithm.normalize_std: was removed: for false write",
     "lr: 1": r"lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
     "rollout:\n  lr: 1": r"r.yaml:2: rollout.lr: unknown key; did you mean 'train.lr' or 'critic.lr'\?",
@@ -184,8 +191,8 @@ MISTAKES = {
     "agent: a\nrollout: {compact: {}}": r"rollout.compact has no effect beside agent",
     "agent: a\nrollout: {max_total_tokens: 9}": r"rollout.max_total_tokens has no effect beside agent",
     "tools: [a, a]": r"tools: a is listed twice",
-    "env: {name: code, mix: [{name: gsm8k}]}": r"env.name has no effect beside env.mix",
-    "env: {args: {size: 1}, mix: [{name: gsm8k}]}": r"env.args has no effect beside env.mix",
+    "env: {name: code, mix: [{name: gsm8k}]}": r"env: name has no effect beside mix",
+    "env: {args: {size: 1}, mix: [{name: gsm8k}]}": r"env: args has no effect beside mix",
     "- a\n- b": r"r.yaml: expected `key: value` lines at the top, got a list",
     "rollout: {n: 8": r"r.yaml:1: not valid YAML",
     "a: b: c": r"r.yaml:1: not valid YAML",
@@ -405,14 +412,14 @@ MOVING = ("algorithm.kl_coef=0.1", "algorithm.reference.every=2")
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["cluster.workers=3", "cluster.shard=2"], r"cluster\.shard is 2, which does not divide the 3 workers"),
-        (["cluster.workers=3", "cluster.sequence_parallel=2"], r"cluster\.sequence_parallel is 2, which does not"),
+        (["cluster.workers=3", "cluster.shard=2"], r"cluster: shard is 2, which does not divide the 3 workers"),
+        (["cluster.workers=3", "cluster.sequence_parallel=2"], r"cluster: sequence_parallel is 2, which does not"),
         (["cluster.nodes=2", "cluster.gpus=8", "cluster.workers=3"], r"nodes x gpus is 16: leave out workers"),
-        (["cluster.nodes=2"], r"cluster\.nodes is 2, but there are only 1 workers"),
+        (["cluster.nodes=2"], r"cluster: nodes is 2, but there are only 1 workers"),
         (["profile.steps=[0]"], r"profile\.steps: there is no step 0; train\.steps is 100"),
         (["train.steps=5", "profile.steps=[5, 6]"], r"profile\.steps: there is no step 6; train\.steps is 5"),
-        (["cluster.restarts=1"], r"cluster\.restarts is for workers on a cluster"),
-        (["cluster.offload=true"], r"cluster\.offload\.parameters is for workers on a cluster"),
+        (["cluster.restarts=1"], r"cluster: restarts is for workers on a cluster"),
+        (["cluster.offload=true"], r"cluster: offload\.parameters is for workers on a cluster"),
         (["cluster.offload.activations=true"], r"cluster\.offload\.activations .* set model\.checkpointing"),
         (["cluster.pools=[{roles: [critic]}]"], r"this recipe has no critic to place there"),
         (
@@ -426,7 +433,7 @@ MOVING = ("algorithm.kl_coef=0.1", "algorithm.reference.every=2")
         (["train.warmup_steps=3", "train.warmup_ratio=0.1"], "warmup_steps and warmup_ratio say the same"),
         (["train.cycles=2"], "cycles has no effect with the schedule constant"),
         (["train.min_lr_ratio=0.1"], "min_lr_ratio has no effect with the schedule constant"),
-        (["rollout.oversample=1.5", "rollout.overlap=async"], "rollout.oversample abandons what is slow"),
+        (["rollout.oversample=1.5", "rollout.overlap=async"], "rollout: oversample abandons what is slow"),
         (["algorithm.dynamic_sampling.budget=0.5"], "algorithm.dynamic_sampling.budget: "),
         (["algorithm.leave_out=[error]"], "algorithm.leave_out.0: "),
         (
@@ -535,6 +542,24 @@ def test_secrets_that_were_written_out_are_not_shown(write):
         assert told in text
     assert "hunter2" in dump_recipe(recipe)  # what a resumed run needs
     assert "hunter2" not in repr(recipe.shown())
+
+
+def test_secrets_of_the_command_line_are_written_as_variables(write, monkeypatch):
+    monkeypatch.setenv("AGENTRL_SECRET_API_KEY", "another")  # of somebody else: kept as it is
+    given = {
+        "env.args.api_key": "sk-hunter2-hunter2", "env.source": "https://me:hunter2@h/data",
+        "tools": "[{name: mcp, args: {command: npx, args: [--token, hunter2], pin_password: 123456, log: plain}}]",
+    }  # fmt: skip
+    recipe = load_recipe(write("env: {args: {token: hunter2}}"), [f"{key}={value}" for key, value in given.items()])
+    assert recipe.secrets == ("sk-hunter2-hunter2",)
+    text = dump_recipe(recipe)
+    assert text.count("hunter2") == 1, "the file's own, which is the user's"
+    for told in ('source: "${AGENTRL_SECRET_SOURCE}"', "pin_password: ${AGENTRL_SECRET_PIN_PASSWORD}\n", "log: plain"):
+        assert told in text
+    assert load_recipe(write(text, "run.yaml")) == recipe
+    monkeypatch.delenv("AGENTRL_SECRET_API_KEY_2")
+    with pytest.raises(UserError, match=r"api_key: .* AGENTRL_SECRET_API_KEY_2 is not set; its value was given on the"):
+        load_recipe(write(text, "run.yaml"))
 
 
 def test_secrets_in_what_others_say_are_hidden():

@@ -1,13 +1,17 @@
 """Agents that hold the conversation themselves: every call comes in by HTTP, and the rollout is a tree of them."""
 
 import asyncio
+import gc
 import json
 import os
 import shutil
 import socket
 import sys
+import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +19,10 @@ import aiohttp
 import numpy as np
 import pytest
 from agentrl_tools.agents import anthropic_messages, chat_completions, responses
-from fakes import END, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob
-from processes import eventually
+from fakes import END, ROLES, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob
+from processes import alive, eventually
 
+from agentrl.constraint import Constraint, Shape
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
 from agentrl.errors import UserError
 from agentrl.gateway.call import Call, Origin
@@ -27,10 +32,14 @@ from agentrl.plugins.agent import AgentClient, FunctionAgent, Outcome, ProgramAg
 from agentrl.plugins.agent_process import agent_of_recipe
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import InfrastructureError, Session, Task, ToolResponse
-from agentrl.recipe.schema import AgentSection, RolloutSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.agent import AgentSection, host_and_port
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.agent import AgentDriver, Rollout
+from agentrl.rollout.metrics import rollout_metrics
+from agentrl.rollout.player import gateway_of
 from agentrl.rollout.trajectory_file import conversations, record, row
-from agentrl.trajectory import Boundary, FinishReason, Trajectory, check_invariants
+from agentrl.trajectory import Boundary, FinishReason, Group, Trajectory, check_invariants
 
 TASK = Task("t", {"question": "2+2?"})
 Solve = Callable[..., Any]
@@ -94,6 +103,9 @@ def trained(t: Trajectory) -> list[str]:
     return ["".join(chr(i) for i in t.ids[turn.start : turn.end] if i < END) for turn in t.turns if turn.trained]
 
 
+NONE = dict.fromkeys(
+    ("calls", "forks", "retries", "auxiliary", "unreceived", "unproven", "ignored", "dropped_thinking"), 0
+)
 ECHO = [call("echo", text="four"), call("echo", text="4"), "It is 4."]
 LOOPS = [chat_completions, responses, anthropic_messages]
 
@@ -128,7 +140,7 @@ async def test_a_loop_on_a_vendors_sdk_is_one_conversation(solve: Solve) -> None
         *["assistant", "tool"] * 2,
         "assistant",
     ]
-    assert found.extra["gateway"] == {"calls": 3, "forks": 0, "retries": 0, "auxiliary": 0, "dropped_thinking": 0}
+    assert found.extra["gateway"] == {**NONE, "calls": 3}
 
 
 async def raw(client: AgentClient, messages: list[Any], headers: dict[str, str] | None = None, **body: Any) -> Any:
@@ -217,8 +229,77 @@ async def test_another_form_of_the_same_history_is_the_same_history(form: str) -
         await said(client, [user("go"), changed(message), result], tools=list(client.tools))
 
     found = await played(solve, ["so far" + call("echo", text="a", more=1), "done"], tools=[Echo()])
-    assert [s.parent for s in found.segments] == [-1, 0]
+    assert not found.segments
+    assert not found.branches
+    assert found.messages[1]["tool_calls"][0]["id"] == "call_0_0"  # as it was sampled
     assert found.extra["gateway"]["forks"] == 0
+
+
+async def test_an_answer_without_a_choice_of_tools_is_text_of_the_same_conversation() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        talk: list[Any] = [user("go")]
+        for choice in ("auto", "none", "auto"):
+            talk.append(await said(client, talk, tools=list(client.tools), tool_choice=choice))
+            talk.append(user("on"))
+        assert [bool(message.get("tool_calls")) for message in talk[1::2]] == [True, False, False]
+        assert talk[3]["content"] == "so: after\n" + call("echo", text="b")
+
+    script = [call("echo", text="a"), "so: " + call("echo", text="b") + "after", "done"]
+    found = await played(solve, script, tools=[Echo()], train="tools")
+    assert len(found.paths()) == 1
+    assert trained(found) == script
+    assert found.extra["gateway"]["forks"] == 0
+
+
+async def completed(client: AgentClient, prompt: Any, **body: Any) -> Any:
+    """The choice that a prompt as it stands is answered with."""
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(f"{client.base_url}/completions", json={"prompt": prompt, **body}) as response,
+    ):
+        assert response.status == 200, await response.text()
+        return (await response.json())["choices"][0]
+
+
+async def test_a_prompt_as_it_stands_is_sampled_and_trained_like_any() -> None:
+    """By text and by token ids: what goes on from an answer goes on from its tokens; what does not begins anew."""
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        text = "<2>Say"
+        first = await completed(client, text)
+        assert (first["text"], first["finish_reason"]) == ("a1" + call("echo"), "stop")
+        text += first["text"] + "<0>"
+        second = await completed(client, text + "<2>on", max_tokens=2, return_token_ids=True)
+        assert (second["text"], second["token_ids"]) == ("a2", [ord("a"), ord("2")])
+        text += "<2>on" + second["text"]
+        third = await completed(client, text, logprobs=0)  # it was cut, and goes on where it was
+        assert third["logprobs"]["tokens"] == [*"a3" + call("echo"), "<0>"]
+        whole = [*map(ord, "hi"), ROLES["user"]]
+        fourth = await completed(client, whole, return_token_ids=True)
+        await completed(client, [*whole, *fourth["token_ids"], 65])
+        await completed(client, [*whole, *fourth["token_ids"][:-1], 65])
+        await completed(client, "<2>Say it")
+
+    count = iter(range(1, 10))
+    found = await played(solve, lambda _, turn: f"a{next(count)}" + call("echo"))
+    assert found.failure is None, found.failure
+    assert [segment.parent for segment in found.segments] == [-1, 0, 1, -1, 3, -1, -1]
+    said = call("echo")
+    assert trained(found) == [f"a1{said}", "a2", *(f"a{i}{said}" for i in range(3, 8))]
+    assert [text.count("<0>") for text in texts(found)] == [2, 2, 1, 1]
+    assert texts(found)[0] == f"<2>Saya1{said}<0><2>ona2a3{said}<0>"
+    assert found.turns[1].end == found.turns[2].start
+
+
+@pytest.mark.parametrize(("prompt", "why"), [([1 << 30], "no token id"), ("", "prompt: expected a text")])
+async def test_a_prompt_that_is_none_is_refused(prompt: Any, why: str) -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        with pytest.raises(AssertionError, match=why):
+            await completed(client, prompt)
+        await completed(client, "one")
+
+    assert len((await played(solve)).turns) == 1
 
 
 async def test_two_answers_alike_are_told_apart_by_the_ids_of_their_calls() -> None:
@@ -246,7 +327,7 @@ async def test_a_call_that_the_sdk_sends_again_joins_the_first() -> None:
 
     found = await played(solve, ScriptedEngine(["a"], seconds=0.1))
     assert len(found.turns) == 1
-    assert found.extra["gateway"] == {"calls": 1, "forks": 0, "retries": 2, "auxiliary": 0, "dropped_thinking": 0}
+    assert found.extra["gateway"] == {**NONE, "calls": 1, "retries": 2}
 
 
 async def test_calls_run_side_by_side_and_stand_in_the_order_in_which_they_began() -> None:
@@ -265,19 +346,75 @@ async def test_calls_run_side_by_side_and_stand_in_the_order_in_which_they_began
     assert all(s.parent == -1 for s in found.segments)
 
 
-async def test_a_call_without_tools_that_nothing_repeats_is_not_trained() -> None:
-    async def solve(task: Task, client: AgentClient) -> None:
-        await said(client, [user("a title for: go")])
-        plan = await said(client, [user("plan")])
-        await said(client, [user("plan"), plan, user("go")], tools=list(client.tools))
+MARKS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({}, ["a1", "a2", "a4", "a5"], ["", "", "marked", "", ""]),
+    ({"train": "tools"}, ["a2", "a5"], ["without_tools", "", "marked", "without_tools", ""]),
+]
 
-    found = await played(solve, by_count(), tools=[Echo()])
-    assert trained(found) == ["a2", "a3"]
-    assert found.extra["gateway"]["auxiliary"] == 1
-    assert found.sampled_tokens == 6
-    assert np.isfinite(found.logprobs[found.turns[0].start])
-    whole = await played(solve, by_count(), tools=[Echo()], train_auxiliary=True)
-    assert trained(whole) == ["a1", "a2", "a3"]
+
+@pytest.mark.parametrize(("keys", "kept", "why"), MARKS, ids=["all", "tools"])
+async def test_every_answer_is_trained_but_what_the_agent_marks_and_the_recipe_leaves_out(
+    keys: dict[str, Any], kept: list[str], why: list[str]
+) -> None:
+    async def solve(task: Task, client: AgentClient) -> str:
+        plan = await said(client, [user("plan")])
+        talk: list[Any] = [user(f"do {plan['content']}")]
+        talk.append(await said(client, talk, tools=list(client.tools)))
+        marked = {"X-Agentrl-Train": "0", "X-Agentrl-Role": "title"}
+        await raw(client, [user("a title for this")], headers=marked, tools=list(client.tools))
+        final = await said(client, [*talk, user("your answer, without tools")])
+        await raw(client, [user("and this")], headers={"X-Agentrl-Train": "1"})
+        return str(final["content"])
+
+    found = await played(solve, by_count(), tools=[Echo()], **keys)
+    assert trained(found) == kept
+    assert [turn.untrained for turn in found.turns] == why
+    assert [turn.role for turn in found.turns] == ["", "", "title", "", ""]
+    assert found.extra["gateway"]["auxiliary"] == 5 - len(kept)
+    assert found.sampled_tokens == 3 * len(kept)
+    assert np.isfinite(found.logprobs[found.turns[2].start])
+
+
+async def test_a_rollout_has_a_bounded_number_of_seats() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        found = [
+            await raw(client, [user("hi")], headers={"X-Agentrl-Role": f"seat-{min(i, 17)}"}) for i in (*range(18), 3)
+        ]
+        assert [status for status, _ in found] == [200] * 16 + [400] * 2 + [200]
+
+    assert len((await played(solve)).turns) == 17
+
+
+async def test_an_environment_rewards_the_seats_that_an_agent_calls_for() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        answer = await said(client, [user("2+2?")])
+        for _ in range(2):
+            await raw(client, [user(f"is {answer['content']} right?")], headers={"X-Agentrl-Role": "judge"})
+
+    env = Env(calc_reward={"right": 1.0, "seats": {"judge": 0.25, "other": 2}})
+    found = await played(solve, by_count(), env=env)
+    assert found.failure is None
+    assert (dict(found.rewards), found.reward) == ({"right": 1.0}, 1.0)
+    assert dict(found.seats) == {"judge": 0.25, "other": 2.0}
+    assert [turn.role for turn in found.turns] == ["", "judge", "judge"]
+    metrics = rollout_metrics([Group(TASK, (found,))])
+    assert {name: value for name, value in metrics.items() if name.startswith("seat/")} == {
+        "seat/judge/calls": 2, "seat/judge/tokens": 6, "seat/judge/reward_mean": 0.25,
+        "seat/other/calls": 0, "seat/other/tokens": 0, "seat/other/reward_mean": 2.0,
+    }  # fmt: skip
+    assert metrics["reward/mean"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("X-Agentrl-Train", "no"), ("X-Agentrl-Role", "a/b"), ("X-Agentrl-Role", "x" * 33)]
+)
+async def test_a_header_of_ours_that_says_nothing_known_is_refused(name: str, value: str) -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        await said(client, [user("one")])
+        status, body = await raw(client, [user("two")], headers={name: value})
+        assert (status, body["error"]["message"].partition(":")[0]) == (400, name)
+
+    assert len((await played(solve)).turns) == 1
 
 
 async def test_a_key_serves_its_own_rollout_and_no_longer() -> None:
@@ -489,6 +626,39 @@ async def test_a_wild_program_is_bounded_and_judged_by_what_it_left() -> None:
     await eventually(lambda: not processes_with(str(outcome.folder)))
 
 
+HOSTILE = """
+import os, signal, subprocess, sys
+for name in ("ended", ".ended"): os.mkfifo("../" + name)
+os.symlink(sys.argv[1], "link")
+here = os.getcwd()
+for n in range(1500):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+os.chdir(here)
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+open("child", "w").write(str(child.pid))
+if sys.argv[2]: os.kill(os.getppid(), getattr(signal, sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("kills", ["", "SIGKILL", "SIGSTOP"])
+async def test_what_a_hostile_program_leaves_is_removed(tmp_path: Path, kills: str) -> None:
+    """It attacks its supervisor, and what a folder is removed by; nobody waits for its pipes."""
+    (tmp_path / "kept").touch()
+    async with program([sys.executable, "-c", HOSTILE, str(tmp_path), kills]) as driver:
+        outcome = await driver._agent.solve(TASK, client_without_gateway())
+        child = int(Path(str(outcome.folder), "child").read_text())
+        await driver._agent.release(outcome)
+    assert outcome.exit_code == (None if kills else 0)
+    assert not alive(child)
+    assert not Path(str(outcome.folder)).parent.exists()
+    assert (tmp_path / "kept").exists()
+
+
+def client_without_gateway() -> AgentClient:
+    return AgentClient("http://127.0.0.1:9/v1", "", "", "key", "model", (), (), lambda name, arguments: None, 60)
+
+
 def processes_with(folder: str) -> list[str]:
     """The processes whose working folder is this one."""
     found = []
@@ -552,8 +722,39 @@ async def test_a_program_in_the_sandbox_has_the_gateway_and_nothing_else(
     program.chmod(0o755)
     with pytest.raises(UserError, match=r"the sandbox does not show .*hidden/program: add the folder"):
         agent_of_recipe(AgentSection(command=(str(program),), sandbox=True))
+    (tmp_path / "hidden").chmod(0o700)
+    if os.getuid() == 0:
+        with pytest.raises(UserError, match=r"ordinary user, who cannot read what it needs .*hidden.*chmod -R o\+rX"):
+            agent_of_recipe(
+                AgentSection(command=(str(program),), sandbox=True, sandbox_folders=(str(tmp_path / "hidden"),))
+            )
     with pytest.raises(UserError, match=r"agent.sandbox: is for programs"):
         agent_of_recipe(AgentSection(name="chat_completions", sandbox=True))
+
+
+@pytest.mark.parametrize(
+    ("host", "port"), [("0.0.0.0:8000", 8000), ("localhost", 0), ("::1", 0), ("[::1]:80", 80), ("a.b", 0)]
+)
+def test_a_recipe_says_where_agents_find_the_gateway(host: str, port: int) -> None:
+    section = AgentSection(name="solve", host=host, public_url="https://elsewhere:{port}/gate/")
+    assert host_and_port(section.host) == (host.removesuffix(f":{port}").strip("[]"), port)
+    assert section.public_url == "https://elsewhere:{port}/gate"
+
+
+@pytest.mark.parametrize(("sandbox", "wanted"), [(False, "http://elsewhere:1/v1"), (True, "http://127.0.0.1:")])
+async def test_an_agent_is_given_the_public_url_but_in_a_sandbox(sandbox: bool, wanted: str) -> None:
+    urls: list[str] = []
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        urls.append(client.base_url)
+
+    async with driving(solve, sandbox=sandbox) as (driver, _):
+        recipe = Recipe(agent=AgentSection(name="solve", public_url="http://elsewhere:1"))
+        driver._gateway = gateway_of(recipe)
+        await driver._gateway.start()
+        await driver.drive(driver.request(TASK, 0))
+        await driver._gateway.close()
+    assert urls[0].startswith(wanted)
 
 
 async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
@@ -713,29 +914,265 @@ async def test_a_mistake_of_the_models_goes_back_to_it(solve: Solve, mistake: st
     found = await played(solve, [mistake, "sorry"], tools=[Echo()])
     assert found.failure is None, found.failure
     assert trained(found) == [mistake, "sorry"]
-    assert [s.parent for s in found.segments] == [-1, 0]
+    assert len(found.paths()) == 1
     assert found.tool_uses[0].error is not None
 
 
-async def test_a_call_without_tools_that_a_later_one_goes_on_from_is_trained() -> None:
-    async def solve(task: Task, client: AgentClient) -> None:
-        talk: list[Any] = [user("plan")]
-        talk += [await said(client, talk), user("more")]
-        await said(client, talk)
-        await said(client, [user("go")], tools=list(client.tools))
-
-    found = await played(solve, by_count(), tools=[Echo()])
-    assert trained(found) == ["a1", "a3"]  # nothing repeats the second answer
-
-
-async def test_an_answer_that_was_lost_is_trained_once_it_was_sent_again() -> None:
-    async with driving(lambda task, client: None) as (driver, _):
-        for retries, is_trained in ((0, False), (1, True)):
+async def test_an_answer_that_nobody_received_is_not_trained() -> None:
+    """Sent once or more: it counts as received where one of them was, or a later call goes on from it."""
+    async with driving(lambda task, client: None, by_count()) as (driver, _):
+        for retries, losses, continued, why in (
+            (0, 1, False, "unreceived"), (1, 1, False, ""), (1, 2, False, "unreceived"), (0, 1, True, ""),
+        ):  # fmt: skip
             request = driver.request(TASK, 0)
             rollout, call = Rollout(driver, request), Call((user("one"),))  # type: ignore[arg-type]
-            found = await asyncio.create_task(rollout.complete(call, Origin(b"{}")))
+            found = await asyncio.create_task(rollout.complete(call, Origin(b"{}", train=True)))
             for _ in range(retries):
                 again = await asyncio.create_task(rollout.complete(call, Origin(b"{}", 1)))
                 assert again is found
-            rollout.lost(found)
-            assert [turn.trained for turn in request.turns] == [is_trained]
+            for _ in range(losses):
+                rollout.lost(found)
+            if continued:
+                more = Call((user("one"), found.message, user("two")))  # type: ignore[arg-type]
+                await asyncio.create_task(rollout.complete(more, Origin(b"{1}")))
+            assert request.turns[0].untrained == why
+            assert request.turns[0].trained == (not why)
+
+
+async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the loop is laid out what is short, and what goes on from an answer, however long the history is."""
+    where: list[bool] = []
+
+    def noted(name: str) -> None:
+        made = getattr(CharChat, name)
+
+        def method(chat: CharChat, *given: Any) -> list[int]:
+            where.append(threading.current_thread() is threading.main_thread())
+            return made(chat, *given)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(CharChat, name, method)
+
+    noted("render")
+    noted("bridge")
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        talk: list[Any] = [user("short")]
+        talk.append(await said(client, talk))
+        talk.append(user("long " * 10_000))
+        talk.append(await said(client, talk))
+        talk.append(user("short"))
+        await said(client, talk)
+        await said(client, [user("changed"), *talk[1:]])
+
+    await played(solve, by_count())
+    assert where == [True, False, True, *[False] * 3]
+
+
+async def test_what_is_kept_of_bodies_does_not_grow_with_what_they_hold_besides() -> None:
+    kept: list[int] = []
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        tracemalloc.start()
+        for i in range(12):
+            await said(client, [user(str(i))], metadata={"a": "b" * 1_000_000})
+            gc.collect()
+            kept.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+
+    await played(solve, by_count())
+    assert kept[-1] - kept[1] < 1_000_000
+
+
+async def test_a_conversation_that_no_context_could_hold_ends_as_one_that_became_too_long() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        await said(client, [user("short")])
+        status, found = await raw(client, [user("long " * 100_000)])
+        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        raise ValueError("as the SDK raises")
+
+    found = await played(solve, by_count(), max_tokens=1000)
+    assert (found.finish, found.failure) == (FinishReason.LENGTH, None)
+
+
+async def test_a_key_of_the_clients_own_joins_what_it_sends_again() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        first, *others = [{"Idempotency-Key": key} for key in ("one", "one", "two", "")]
+        found = [await raw(client, [user("hi")], headers=first)]
+        found += await asyncio.gather(*(raw(client, [user("hi")], headers=one) for one in others))
+        assert [body["id"] == found[0][1]["id"] for _, body in found] == [True, True, False, False]
+        status, body = await raw(client, [user("other")], headers=first)
+        assert (status, body["error"]["code"]) == (422, "idempotency_error")
+        for i in range(70):
+            await raw(client, [user("hi")], headers={"Idempotency-Key": f"more {i}"})
+        assert (await raw(client, [user("hi")], headers=first))[1]["id"] != found[0][1]["id"]
+
+    found = await played(solve, by_count(), max_calls=100)
+    assert found.extra["gateway"]["retries"] == 1
+    assert len(found.turns) == 3 + 70 + 1
+
+
+async def test_a_call_that_failed_is_not_joined() -> None:
+    async with driving(lambda task, client: None, by_count(), max_images=0) as (driver, _):
+        request = driver.request(TASK, 0)
+        rollout = Rollout(driver, request)  # type: ignore[arg-type]
+        for call, fails in ((Call(()), True), (Call((user("one"),)), False)):  # type: ignore[arg-type]
+            answered = asyncio.create_task(rollout.complete(call, Origin(b"{}", 1, "mine")))
+            await asyncio.wait({answered})
+            assert (answered.exception() is not None) == fails
+
+
+class Streaming(ScriptedEngine):
+    """Tells its characters one by one, and stops as soon as it is told to."""
+
+    streams = True
+
+    async def generate(self, ids: Any, sampling: Any, request_id: str, on_tokens: Any = None) -> Generation:
+        whole = await super().generate(ids, sampling, request_id)
+        self.stopping[request_id] = asyncio.Event()
+        count = 0
+        while count < len(whole.ids) and not self.stopping[request_id].is_set():
+            count += 1
+            if on_tokens is not None:
+                on_tokens(whole.ids[count - 1 : count])
+        self.known[request_id] = [*ids, *whole.ids[:count]]
+        return Generation(whole.ids[:count], whole.logprobs[:count], GenerationFinish.ABORT)
+
+
+class Forgetful(ScriptedEngine):
+    """Keeps nothing between turns."""
+
+    async def generate(self, ids: Any, sampling: Any, request_id: str) -> Generation:
+        self.known.pop(request_id, None)
+        return await super().generate(ids, sampling, request_id)
+
+
+@pytest.mark.parametrize("kind", [Streaming, Forgetful])
+@pytest.mark.parametrize("repeats", ["", "</code>"], ids=["shown", "closed"])
+async def test_a_stop_string_ends_the_turn_on_any_engine_and_its_tokens_stay(kind: Any, repeats: str) -> None:
+    """smolagents repeats an answer with the closing tag at which it stopped."""
+
+    async def solve(task: Task, client: AgentClient) -> str:
+        status, found = await raw(client, [user("go")], stop=["Observation:", "</code>"])
+        first = found["choices"][0]
+        assert (status, first["finish_reason"]) == (200, "stop")
+        told = {"role": "assistant", "content": first["message"]["content"] + repeats}
+        await said(client, [user("go"), told, user("more")], stop="never")
+        return first["message"]["content"]
+
+    script = ["think\n<code>print(4)\n</code> Observation: 5", "done"]
+    found = await played(solve, kind(script))
+    assert trained(found) == ["think\n<code>print(4)\n</code>", "done"]
+    assert found.extra["gateway"]["forks"] == 0
+    first = next(m["content"] for m in found.messages if m["role"] == "assistant")
+    assert first == "think\n<code>print(4)\n"  # as it was sampled, however it was repeated
+
+
+async def test_a_stop_sequence_has_its_own_reason_and_a_stream_shows_no_part_of_it() -> None:
+    from anthropic import AsyncAnthropic
+
+    seen: list[Any] = []
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        asked: Any = {"model": "m", "max_tokens": 99, "messages": [user("go")], "stop_sequences": ["Obs:", "zz"]}
+        async with AsyncAnthropic(base_url=client.anthropic_url, api_key=client.api_key) as anthropic:
+            async with anthropic.messages.stream(**asked) as stream:
+                text = [piece async for piece in stream.text_stream]
+                final = await stream.get_final_message()
+            plain = await anthropic.messages.create(**{**asked, "messages": [user("again")]})
+        seen.extend([text, final, plain])
+
+    await played(solve, Streaming(lambda *_: "Ob Obs: 3"))
+    text, final, plain = seen
+    assert "".join(text) == "Ob "
+    for message in (final, plain):
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "Obs:")
+        assert [block.text for block in message.content] == ["Ob "]
+
+
+class Secretive(ScriptedEngine):
+    """Keeps to constraints as a server does: it does not tell which ids it allowed."""
+
+    constrains = True
+
+    async def generate(self, ids: Any, sampling: Any, request_id: str) -> Generation:
+        found = await super().generate(ids, sampling, request_id)
+        return replace(found, trainable=sampling.constraint is None)
+
+
+class Formal(CharChat):
+    """Writes constraints as they come."""
+
+    def constraint(self, schema: str | None, tools: Any) -> Constraint:
+        if any(tool["function"]["name"] == "odd" for tool in tools):
+            raise UserError("a call of 'odd' cannot be forced")
+        return Constraint(
+            tuple(Shape(tool["function"]["name"], "{}", "") for tool in tools) or (Shape("", schema, ""),)
+        )
+
+
+ODD = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object"}}}
+JSON_FORM = {"response_format": {"type": "json_object"}}
+
+
+async def test_constrained_turns_whose_allowed_ids_are_not_told_are_left_out_and_counted() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        talk: list[Any] = [user("one")]
+        talk += [await said(client, talk, **JSON_FORM), user("two")]
+        talk += [await said(client, talk), user("three")]
+        status, found = await raw(client, talk, tools=[ODD], tool_choice="required")
+        assert (status, found["error"]["message"]) == (400, "tool_choice: a call of 'odd' cannot be forced")
+        await said(client, talk, tools=[*map(dict, [Echo().schema])], tool_choice="required")
+        await said(client, [user("new")], tools=[*map(dict, [Echo().schema])], tool_choice="none", **JSON_FORM)
+
+    engine = Secretive(by_count())
+    async with driving(solve, engine) as (driver, _):
+        driver._chat = Formal()
+        found = await driver.drive(driver.request(TASK, 0))
+    check_invariants(found)
+    assert [turn.trained for turn in found.turns] == [False, True, False, False]
+    assert found.extra["gateway"]["unproven"] == 3
+    forms = [sampling.constraint.shapes[0].before for sampling in engine.samplings if sampling.constraint]
+    assert forms == ["", "echo", ""]
+
+
+@pytest.mark.parametrize("body", [JSON_FORM, {"tools": [ODD], "tool_choice": "required"}], ids=["json", "call"])
+async def test_an_engine_that_cannot_be_held_to_a_form_says_so(body: dict[str, Any]) -> None:
+    async def solve(task: Task, client: AgentClient) -> str:
+        status, found = await raw(client, [user("go")], **body)
+        await said(client, [user("go")])
+        return f"{status} {found['error']['message']}"
+
+    returned: list[Any] = []
+    env = Env(calc_reward=lambda session: returned.append(session.outcome.returned) or 0.0)
+    await played(solve, env=env)
+    assert returned[0].startswith("400 ")
+    assert "cannot keep to it" in returned[0]
+
+
+async def test_a_turn_of_which_one_call_was_asked_for_ends_with_its_first_call() -> None:
+    """What was sampled after it is neither context nor trained, as if sampling had been stopped there."""
+    both = "Well. " + call("echo", text="a") + call("echo", text="b")
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        talk: list[Any] = [user("one")]
+        for ask in ({"parallel_tool_calls": False}, {"parallel_tool_calls": True}):
+            talk.append(await said(client, talk, tools=list(client.tools), **ask))
+            for one in talk[-1]["tool_calls"]:
+                talk.append({"role": "tool", "tool_call_id": one["id"], "content": "r"})
+        assert [len(message.get("tool_calls", ())) for message in talk] == [0, 1, 0, 2, 0, 0]
+        assert talk[1]["content"] == "Well. "
+
+    found = await played(solve, lambda _, turn: both, tools=[Echo()])
+    assert trained(found) == ["Well. " + call("echo", text="a"), both]
+    assert found.segments == ()
+    assert found.extra["gateway"]["forks"] == 0
+
+
+async def test_what_is_ignored_is_counted_by_name() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        await said(client, [user("one")], user="me", metadata={}, x_mine=1, store=None)
+        await said(client, [user("two")], user="me")
+
+    found = await played(solve, by_count())
+    assert found.extra["gateway"]["ignored"] == 4
+    assert found.extra["ignored_fields"] == {"metadata": 1, "user": 2, "x_mine": 1}

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import pytest
+import torch
 from fakes import TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_driver
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
@@ -137,6 +138,16 @@ async def test_ten_megabytes_are_cut_and_say_so():
     assert sum(encoded) < 50_000, "ten megabytes cost what ten kilobytes cost"
 
 
+async def doubled(*_, **__):
+    torch.set_default_dtype(torch.float64)
+    return "x"
+
+
+async def without_gradients(*_, **__):
+    torch.set_grad_enabled(False)
+    return 1.0
+
+
 async def boom(*_, **__):
     raise RuntimeError("boom")
 
@@ -148,7 +159,7 @@ async def boom(*_, **__):
         ({"create": []}, {}, Boundary.ENVIRONMENT, "no opening messages"),
         ({"create": "hello"}, {}, Boundary.ENVIRONMENT, "no opening messages"),
         ({"execute": boom}, {}, Boundary.ENVIRONMENT, "env.execute"),
-        ({"execute": None}, {}, Boundary.ENVIRONMENT, "env.execute"),
+        ({"execute": None}, {}, Boundary.ENVIRONMENT, "env.execute: it returned NoneType, not a Reply"),
         ({"execute": Reply()}, {}, Boundary.ENVIRONMENT, "no message and is not done"),
         ({"execute": Reply(done=True, reward=float("nan"))}, {}, Boundary.ENVIRONMENT, "nan"),
         ({"execute": UserError("row 3: no answer")}, {}, Boundary.ENVIRONMENT, "row 3: no answer"),
@@ -156,14 +167,28 @@ async def boom(*_, **__):
         ({"calc_reward": None}, {}, Boundary.REWARD, "NoneType, not a number"),
         ({"calc_reward": float("inf")}, {}, Boundary.REWARD, "inf"),
         ({"calc_reward": {"a": "b"}}, {}, Boundary.REWARD, "'a' is str"),
+        ({"calc_reward": {"a": {"judge": 1.0}}}, {}, Boundary.REWARD, "'a' is dict"),
+        ({"calc_reward": {"seats": {"judge": "b"}}}, {}, Boundary.REWARD, "'of seat judge' is str"),
+        ({"calc_reward": {"seats": {7: 1.0}}}, {}, Boundary.REWARD, "the name of a seat is 7, not text"),
+        ({"calc_reward": {"seats": {"": 1.0}}}, {}, Boundary.REWARD, "the name of a seat is '', not text"),
+        (
+            {"calc_reward": {"b": 1.0}, "parts": ("a",)},
+            {},
+            Boundary.REWARD,
+            "'b' is none of its `reward_parts`: a",
+        ),
         ({}, {"create": boom}, Boundary.TOOL, "echo.create"),
+        ({}, {"execute": doubled}, Boundary.TOOL, "echo.execute: it changed torch.set_default_dtype for the whole"),
+        ({"calc_reward": without_gradients}, {}, Boundary.REWARD, "env.calc_reward: it changed torch.set_grad_enabled"),
         ({}, {"calc_reward": boom}, Boundary.REWARD, "echo.calc_reward"),
         ({}, {"execute": ToolResponse("x", reward=float("nan"))}, Boundary.REWARD, "echo.execute"),
     ],
 )
 async def test_what_the_machinery_does_wrong_fails_the_request_with_its_boundary(env, tool, boundary, where):
     hooks = Hooks()
-    t = await drive(make_driver([call("echo"), "4"], Env(hooks, **env), [Echo(hooks, **tool)]))
+    kind = type("Declaring", (Env,), {"reward_parts": env["parts"]}) if "parts" in env else Env
+    environment = kind(hooks, **{key: does for key, does in env.items() if key != "parts"})
+    t = await drive(make_driver([call("echo"), "4"], environment, [Echo(hooks, **tool)]))
     assert (t.finish, t.failure.boundary, t.rewards, t.valid) == (FinishReason.ERROR, boundary, {}, False)
     assert where in t.failure.message
     assert "\n" not in t.failure.message

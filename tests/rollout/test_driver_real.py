@@ -12,7 +12,7 @@ from agentrl.chat.load import load_chat
 from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.plugins.types import Reply, Task
-from agentrl.recipe.schema import RolloutSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.metrics import rollout_metrics

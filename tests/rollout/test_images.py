@@ -30,7 +30,8 @@ from agentrl.plugins.agent import FunctionAgent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Reply, Task, ToolResponse
-from agentrl.recipe.schema import AgentSection, RolloutSection
+from agentrl.recipe.sections.agent import AgentSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.stored import read_samples

@@ -15,13 +15,18 @@ from learner_help import make_groups
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import Recipe, TrackSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.track import TrackSection
 from agentrl.rollout import journal as module
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.stored import read_groups
 from agentrl.rollout.trajectory_file import (
+    ALLOWED,
     FACTS,
+    FILTERED,
     IN_FLIGHT,
     SCHEMA,
+    SURPLUS,
     TOKENS,
     conversations,
     read_records,
@@ -132,13 +137,14 @@ def tree() -> Trajectory:
         request_id="step_1/t#0.1", task=Task("t", {"question": "2+2?", "n": [1, 2.5, None, True]}), sample=3, ids=ids,
         loss_mask=mask, logprobs=-(mask * np.arange(12)).astype(np.float32),
         weight_version=np.where(mask, 7, -1).astype(np.int32), prompt_length=2,
-        turns=(Turn(2, 4), Turn(6, 8, 0.5), Turn(10, 12)), messages=(*BRANCHES[0], *BRANCHES[2]),
+        turns=(Turn(2, 4), Turn(6, 8, 0.5, role="judge"), Turn(10, 12, asked={"top_k": 5})),
+        messages=(*BRANCHES[0], *BRANCHES[2]),
         rewards={"answer": 1.0, "brevity": -0.25}, finish=FinishReason.ENV_DONE,
         weights={"brevity": 2.0, "unused": 1.0}, seconds={"total": 1.5, "engine": 1.0},
         tool_uses=(ToolUse("calculator", 1, 0.25, "model: no", {"hits": 3.0}, True),),
         tools=("calculator",), extra={"retried": ("tool: api_key='abcdefgh'",), "gateway": {"calls": 3}},
         segments=(Segment(0, 4), Segment(4, 8, 0), Segment(8, 12, 0)), branches=BRANCHES, seed=2**63 - 1,
-        spans=(Span("engine", 1e9, 1e9 + 1),),
+        spans=(Span("engine", 1e9, 1e9 + 1),), seats={"judge": 0.5},
     )  # fmt: skip
 
 
@@ -161,7 +167,11 @@ def test_what_is_read_is_what_was(tmp_path: Path) -> None:
     assert (other["advantages"], other["trainer_logprobs"]) == (None, None)
     assert one == {
         "step": 9, "evaluation": False, "split": "train", "environment": "home", "task": "t", "group": 0, "sample": 3,
-        "images": None,
+        "images": None, "seats": {"judge": 0.5},
+        "calls": [
+            {"role": role, "asked": asked, "untrained": None}
+            for role, asked in ((None, {}), ("judge", {}), (None, {"top_k": 5}))
+        ],
         "seed": 2**63 - 1, "request": "step_1/t#0.1", "reward": 0.5, "rewards": {"answer": 1.0, "brevity": -0.25},
         "weights": {"answer": 1.0, "brevity": 2.0}, "solved": None, "finish": "env_done", "left_out": None,
         "tokens": {"prompt": 2, "sampled": 6, "all": 12}, "tool_errors": 1,
@@ -202,6 +212,30 @@ def test_why_a_sample_was_left_out_is_written(tmp_path: Path) -> None:
     journal(tmp_path).step(1, groups, made)
     reasons = [r["left_out"] for r in read_rows(tmp_path / "step_1.parquet", ["left_out"])]
     assert reasons == [None, None, "equal", "equal", "few", "no_advantage", None, None, "not_updated", "aborted"]
+
+
+def test_groups_that_no_update_saw_are_written_behind_the_others(tmp_path: Path) -> None:
+    """As many tasks in all as `sample` says."""
+    kept, others = GROUPS[:2], {FILTERED: GROUPS[2:4], SURPLUS: GROUPS[4:]}
+    lost = replace(GROUPS[2].trajectories[1], rewards={}, finish=FinishReason.ERROR)
+    others[FILTERED] = [Group(GROUPS[2].task, GROUPS[2].trajectories[:1], (lost,)), *others[FILTERED][1:]]
+    made = [Learned(True, np.zeros(len(t.ids), np.float32)) for group in kept for t in group.trajectories]
+    written = journal(tmp_path)
+    for group in [*kept, *others[FILTERED], *others[SURPLUS]]:
+        written.finished(group)
+    written.step(1, kept, made, left_out=others)
+    assert names(tmp_path) == ["step_1.parquet"]  # nothing is in flight any more
+    found = read_rows(tmp_path / "step_1.parquet", ["group", "left_out"])
+    assert [r["group"] for r in found] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+    reasons = [None] * 4 + [FILTERED, "failed", FILTERED, FILTERED, SURPLUS, SURPLUS]
+    assert [r["left_out"] for r in found] == reasons
+    assert len(read_groups(tmp_path / "step_1.parquet")) == 5
+    again = read_groups(tmp_path / "step_1.parquet", trained=True)
+    assert [[t.request_id for t in g.trajectories] for g in again] == [
+        [t.request_id for t in g.trajectories] for g in kept
+    ]
+    journal(tmp_path, sample=2).step(2, kept, made, left_out=others)
+    assert [r["group"] for r in read_rows(tmp_path / "step_2.parquet", ["group"])] == [0, 0, 2, 2]
 
 
 class Odd(dict[str, Any]):
@@ -340,7 +374,7 @@ def test_secrets_of_the_recipe_stand_nowhere(tmp_path: Path, monkeypatch: pytest
         tree(), messages=said('I read se"cret\u00e9-1234 in /data/of/mine'), rewards={}, finish=FinishReason.ERROR,
         failure=Failure(Boundary.TOOL, 'no: se"cret\u00e9-1234'), branches=(), segments=(),
     )  # fmt: skip
-    written = Journal(recipe.track.trajectories, lambda: tmp_path, secrets=recipe.secrets)
+    written = Journal(recipe.track.trajectories, lambda: tmp_path)
     written.finished(group := Group(t.task, (), (t,)))
     assert "cret" not in (tmp_path / IN_FLIGHT).read_text()
     written.step(1, [group])
@@ -431,5 +465,5 @@ def test_what_is_wrong_with_an_old_file_is_one_line(data: bytes, ending: str, tm
 
 def test_the_columns_of_a_row_are_those_of_the_schema() -> None:
     assert set(row(tree())) == set(FACTS)
-    assert SCHEMA.names == [*FACTS, *TOKENS]
+    assert SCHEMA.names == [*FACTS, *TOKENS, ALLOWED]
     assert module.STEP == "step_"

@@ -36,7 +36,11 @@ from agentrl.errors import UserError
 from agentrl.models import embedded_path
 from agentrl.plugins.reward import Sample
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import ModelSection, Recipe, RewardsSection, RolloutSection, TrainSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.env import RewardsSection
+from agentrl.recipe.sections.model import ModelSection
+from agentrl.recipe.sections.rollout import RolloutSection
+from agentrl.recipe.sections.train import TrainSection
 from agentrl.rollout.model_reward import ModelReward, translation
 from agentrl.rollout.scorer import Scorer
 
@@ -166,7 +170,7 @@ def score_as_one_of_two(rank: int, root: Path) -> None:
     from agentrl.compute.micro_batches import TorchProcessGroup
     from agentrl.distributed.fsdp.build import build_reward_model
     from agentrl.distributed.fsdp.mesh import make_context
-    from agentrl.recipe.schema import ClusterSection
+    from agentrl.recipe.sections.cluster import ClusterSection
 
     meet(rank, root / "meeting")
     found = {}

@@ -14,10 +14,11 @@ from fakes import CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_driver
 
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.data.prompts import measure_prompts
+from agentrl.errors import UserError
 from agentrl.plugins.reward import GroupReward, Reward
 from agentrl.plugins.rewards import Rewards
 from agentrl.plugins.types import Reply, Task, ToolResponse
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout.driver import Driver
@@ -384,3 +385,29 @@ def test_prompts_are_measured_whatever_create_does(act, hasty):
     lengths = run(measure_prompts(env, [], CharChat(), [Task(BAD, {}), Task(GOOD, {})], 100))
     assert lengths.lengths[0] == 0 or act == "self-cancel-at-end"
     assert lengths.lengths[1] > 0
+
+
+def test_what_a_plugin_does_to_the_event_loop_is_one_line_that_names_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def dies() -> None:
+        raise KeyError("in the background")
+
+    async def work() -> int:
+        asyncio.get_running_loop().stop()
+        for _ in range(2):
+            asyncio.create_task(dies())  # noqa: RUF006
+            await asyncio.sleep(0.01)
+        return 3
+
+    async def cancelled() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+        await asyncio.sleep(1)
+
+    assert run(work()) == 3
+    said = [record.message for record in caplog.records if record.name == "agentrl.plugins"]
+    assert [line.partition(" stops the event loop")[1] != "" for line in said] == [True, False]
+    assert "dies) raised KeyError: 'in the background'" in said[1]
+    with pytest.raises(
+        UserError, match=r"cancelled \(test_plugin_faults.py:\d+\) cancelled the task that the run is in"
+    ):
+        run(cancelled())

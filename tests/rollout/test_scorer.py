@@ -10,7 +10,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.reward import GroupReward, Reward, Sample
 from agentrl.plugins.rewards import make_rewards
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import RewardsSection
+from agentrl.recipe.sections.env import RewardsSection
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import Contrast, contrast, roll_out
 from agentrl.rollout.metrics import rollout_metrics
@@ -35,6 +35,10 @@ def rank(samples: list[Sample]) -> list[float]:
 
 def short(samples: list[Sample]) -> list[float]:
     return [0.0] * (len(samples) - 1)
+
+
+def nothing(samples: list[Sample]) -> None:
+    """Forget to return."""
 
 
 def broken(sample: Sample) -> float:
@@ -131,6 +135,7 @@ async def test_groups_are_scored_apart_and_told_when_scored():
         ("not_a_number", "not_a_number: the reward 'not_a_number' is nan"),
         ("broken_group", "broken_group: RuntimeError: no judge (test_scorer.py:"),
         ("short", "short: it scored 2 of 3 samples"),
+        ("nothing", "nothing: it returned NoneType, not a number for each sample"),
     ],
 )
 async def test_a_reward_that_cannot_be_had_is_not_a_zero(function, line):

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import Session, Task
-from agentrl.recipe.schema import FilterSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import FilterSection
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.selection import GroupFilter, Selection, Showable, at_once, most_groups
 from agentrl.trajectory import Group

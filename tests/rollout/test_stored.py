@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from learner_help import make_groups
 
+from agentrl.constraint import packed
 from agentrl.errors import UserError
 from agentrl.plugins.types import Message, Task
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.stored import chosen_files, ranges, read_groups, training_files
 from agentrl.rollout.trajectory_file import SCHEMA
@@ -27,6 +28,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
+NOT_TRAINED = st.sampled_from(["", "", "marked"])
 NAMES = st.sampled_from(["answer", "step", "brevity", "a part"])
 
 
@@ -43,7 +45,9 @@ def trajectories(draw: Any, failed: bool = False) -> Trajectory:
         length = draw(st.integers(1, 4))
         start, begin = end + first, end
         end = start + length
-        turns.append(Turn(start, end, draw(NUMBERS), draw(st.booleans())))
+        asked = draw(st.sampled_from([{}, {"temperature": 0.5, "reasoning": {"effort": "low"}}]))
+        call = {"role": draw(st.sampled_from(["", "judge"])), "asked": asked, "untrained": draw(NOT_TRAINED)}
+        turns.append(Turn(start, end, draw(NUMBERS), draw(st.booleans()), **call))
         segments.append(Segment(begin, end, draw(st.integers(-1, index - 1))))
         branches.append(({"role": "user", "content": draw(TEXTS)}, {"role": "assistant", "content": f"turn {index}"}))
     sampled, mask = np.zeros(end, bool), np.zeros(end, np.uint8)
@@ -55,13 +59,21 @@ def trajectories(draw: Any, failed: bool = False) -> Trajectory:
     while at >= 0:
         said[:0] = branches[at]
         at = segments[at].parent
+    ids, allowed = rng.integers(0, 150_000, end).astype(np.int32), None
+    if draw(st.booleans()):  # its last turn was constrained
+        allowed = np.full(end, None, object)
+        for place in range(turns[-1].start, end):
+            bits = np.zeros(18_752, np.uint8)
+            bits[ids[place] // 8] = 255
+            allowed[place] = packed(bits)
     parts = {} if failed else draw(st.dictionaries(NAMES, NUMBERS, max_size=3))
     extra: dict[str, Any] = draw(st.sampled_from([{}, {"retried": ("tool: away",)}, {"gateway": {"calls": 3}}]))
     return Trajectory(
         request_id=draw(TEXTS),
         task=Task("", draw(st.dictionaries(TEXTS, JSON, max_size=3))),
         sample=draw(st.integers(0, 7)),
-        ids=rng.integers(0, 150_000, end).astype(np.int32),
+        ids=ids,
+        allowed=allowed,
         loss_mask=mask,
         logprobs=np.where(sampled, -rng.exponential(size=end), 0).astype(np.float32),
         weight_version=np.where(sampled, rng.integers(0, 9, end), -1).astype(np.int32),
@@ -78,6 +90,7 @@ def trajectories(draw: Any, failed: bool = False) -> Trajectory:
         failure=Failure(draw(st.sampled_from(list(Boundary))), draw(TEXTS)) if failed else None,
         seconds=dict.fromkeys(("total", "engine", "tools", "environment", "hooks"), 0.5),
         tools=tuple(draw(st.lists(TEXTS, max_size=2))),
+        seats=draw(st.dictionaries(st.sampled_from(["judge", "critic"]), NUMBERS, max_size=2)),
         extra=extra,
         segments=tuple(segments) if tree else (),
         branches=tuple(branches) if tree else (),
@@ -118,7 +131,8 @@ def test_what_is_read_is_what_was(tmp_path_factory: pytest.TempPathFactory, give
                 mine, its = getattr(one, name), getattr(other, name)
                 if isinstance(its, np.ndarray):
                     assert mine.dtype == its.dtype
-                    assert mine.tobytes() == its.tobytes()
+                    whole = its.dtype == object  # whose bytes are addresses
+                    assert mine.tolist() == its.tolist() if whole else mine.tobytes() == its.tobytes()
                 else:
                     assert mine == its, name
             said = [message for index in _path(one) for message in one.branches[index]] if one.segments else []

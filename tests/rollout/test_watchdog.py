@@ -99,7 +99,7 @@ def work(runner, function):
 
 import agentrl.rollout.event_loop as blocking
 original = blocking.Watchdog
-blocking.Watchdog = lambda say: original(say, 1.0)
+blocking.Watchdog = lambda say, ending: original(say, 1.0, ending)
 work(Runner(print), _Function(catastrophe, {}))
 """
 

@@ -67,19 +67,19 @@ class Browser:
         return await answer
 
     def send(self, method: str, **given: Any) -> Any:
-        """Return the result of a command of the protocol."""
+        """The result of a command of the protocol."""
         answer = self._wait(self._ask(method, given))
         assert "error" not in answer, answer
         return answer["result"]
 
     def evaluate(self, script: str) -> Any:
-        """Return the value of an expression; of a promise, what it becomes."""
+        """The value of an expression; of a promise, what it becomes."""
         found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def until(self, condition: str, seconds: float = 20) -> Any:
-        """Return the value of an expression as soon as it is one that counts as true."""
+        """The value of an expression as soon as it is one that counts as true."""
         script = f"""new Promise((done, fail) => {{
             const end = performance.now() + {1000 * seconds};
             const look = () => {{

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agentrl.sft.new_model import byte_level_bpe
+from agentrl.fine_tuning.new_model import byte_level_bpe
 
 SENTENCES = [
     "What is 2*3? Let me see. The answer is 6.\n\nAnd 3 * 3? It is 9.",

@@ -11,7 +11,7 @@ from agentrl.algo import losses
 from agentrl.algo.loss import ppo_clip
 from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.errors import UserError
-from agentrl.recipe.schema import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 
 FATES = "AGENTRL_TEST_FATES"
 """The folder of the files. Each is used once."""

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -37,6 +38,14 @@ def fine(subject: Any) -> str:
     return "42 per second"
 
 
+def leaves(subject: Any) -> str:
+    """Has a folder for as long as it lasts, which is for ever."""
+    with tempfile.TemporaryDirectory(prefix="of-a-check-"):
+        time.sleep(600)
+    return ""
+
+
+LASTS = (Check("lasts", "something", leaves, "key c.d"),)
 CHECKS = (
     Check("first", "something", fine, ""),
     Check("fails", "something", fails, "key a.b"),

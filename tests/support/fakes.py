@@ -12,10 +12,11 @@ from processes import eventually
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
+from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Message, Reply, Session, Task, ToolResponse
-from agentrl.recipe.schema import RolloutSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.driver import Driver
 
 END = 1_200_000
@@ -51,6 +52,14 @@ class CharChat:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) if i < END else f"<{i - END}>" for i in ids)
 
+    def encode_prompt(self, prompt: str | Sequence[int]) -> list[int]:
+        pieces = re.split(r"(<\d>)", prompt) if isinstance(prompt, str) else []
+        ids = [i for k, piece in enumerate(pieces) for i in ([END + int(piece[1])] if k % 2 else map(ord, piece))]
+        ids = ids if isinstance(prompt, str) else list(prompt)
+        if not all(0 <= i < END + 10 for i in ids):
+            raise UserError("prompt: no token id")
+        return ids
+
     def encode_text(self, text: str) -> list[int]:
         return [ord(c) for c in text]
 
@@ -79,6 +88,7 @@ class ScriptedEngine:
     """Says what `script(request_id, turn)` returns, and asserts that each prompt goes on from the former turn."""
 
     streams = False
+    constrains = False
 
     def __init__(self, script: Script | Sequence[str], *, max_context: int = 1_000_000, seconds: float = 0.0) -> None:
         self.script: Script = script if callable(script) else lambda _, turn: script[turn]

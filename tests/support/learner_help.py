@@ -11,7 +11,11 @@ from agentrl.compute.batch import Batch
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import AlgorithmSection, ModelSection, Recipe, RolloutSection, TrainSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import AlgorithmSection
+from agentrl.recipe.sections.model import ModelSection
+from agentrl.recipe.sections.rollout import RolloutSection
+from agentrl.recipe.sections.train import TrainSection
 from agentrl.trajectory import FinishReason, Group, Trajectory, Turn, check_invariants
 
 VOCABULARY = 64

@@ -12,7 +12,7 @@ from torch import Tensor
 from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.models.lora import ADAPTER
-from agentrl.recipe.schema import LoraSection, ModelSection
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 
 
 def merged_state(model: Any) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ SECONDS = 120.0
 
 
 def alive(pid: int) -> bool:
-    """Return whether a process runs; one that has ended and waits for its parent does not."""
+    """Whether a process runs; one that has ended and waits for its parent does not."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -20,7 +20,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: Iterable[int], seconds: float = SECONDS) -> bool:
-    """Return whether all of them end within so many seconds."""
+    """Whether all of them end within so many seconds."""
     try:
         until(lambda: not any(map(alive, pids)), seconds)
     except TimeoutError:
@@ -29,12 +29,12 @@ def gone(pids: Iterable[int], seconds: float = SECONDS) -> bool:
 
 
 def descendants(pid: int | None = None) -> list[psutil.Process]:
-    """Return the processes below one (this one where `pid` is None), at whatever depth, but for dead ones."""
+    """The processes below one (this one where `pid` is None), at whatever depth, but for dead ones."""
     return [process for process in psutil.Process(pid).children(recursive=True) if alive(process.pid)]
 
 
 def command(process: psutil.Process) -> str:
-    """Return the words of a process's command line, joined by blanks; empty where it is gone."""
+    """The words of a process's command line, joined by blanks; empty where it is gone."""
     try:
         return " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -42,7 +42,7 @@ def command(process: psutil.Process) -> str:
 
 
 def children(word: str) -> list[int]:
-    """Return this process's live children with `word` in their command lines."""
+    """This process's live children with `word` in their command lines."""
     below = psutil.Process(os.getpid()).children()
     return sorted(process.pid for process in below if word in command(process) and alive(process.pid))
 

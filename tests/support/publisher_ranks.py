@@ -12,7 +12,7 @@ from tiny_models import qwen3
 from torch.distributed.fsdp import fully_shard
 
 from agentrl.models.lora import adapter_parameters, add_adapter
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 from agentrl.weights import Publisher
 
 

@@ -13,13 +13,13 @@ MARK = 4_000_000 + os.getpid()
 
 
 def descendants() -> list[psutil.Process]:
-    """Return all processes that this one started, at whatever depth, and all that bear the mark, but for dead ones."""
+    """All processes that this one started, at whatever depth, and all that bear the mark, but for dead ones."""
     marked = [process for process in psutil.process_iter() if str(MARK) in processes.command(process)]
     return list({*marked, *processes.descendants()})
 
 
 def left() -> tuple[int, list[str], list[str]]:
-    """Return the number of processes below this one, what its descriptors are open on, and the temporary files."""
+    """The number of processes below this one, what its descriptors are open on, and the temporary files."""
     return len(descendants()), sorted(_opened()), os.listdir(tempfile.gettempdir())
 
 

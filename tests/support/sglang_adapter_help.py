@@ -15,7 +15,7 @@ from sglang_weights_help import by_value, opened
 
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.models.lora import CONFIG, PREFIX, WEIGHTS, adapter_parameters, add_adapter
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 
 
 @dataclass(eq=False)

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from aiohttp import web
 from paths import ROOT
 from serving import serving
 
-from agentrl.engine.base import Sampling
+from agentrl.constraint import Constraint, Shape
+from agentrl.engine.base import ConstraintError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.engine.servers.client import Sessions
@@ -26,7 +28,7 @@ from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
 from agentrl.models.routing import ServedExperts
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.sections.model import ModelSection
 
 GREEDY = Sampling(24, temperature=0.0)
 PROMPT = [40, 41, 42, 43, 44]
@@ -298,3 +300,28 @@ def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: floa
         logits = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0].float() / temperature
     rows = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
     return rows.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+
+
+async def check_constrained(engine: Any, tokenizer: Any) -> None:
+    """A server keeps to constraints in its own words, is left out of training with them, and says what it cannot."""
+    text: Any = {"type": "string", "maxLength": 6}
+    schema: Any = {"type": "object", "properties": {"a": text}, "required": ["a"], "additionalProperties": False}
+    whole = Constraint((Shape("", json.dumps(schema), ""),))
+    shapes = [
+        Shape(f'<tool_call>\n{{"name": "{n}", "arguments": ', json.dumps(schema), "}\n</tool_call>") for n in "ab"
+    ]
+    (prompt,) = prompts(tokenizer, 1)
+    for index, constraint in enumerate((whole, Constraint(tuple(shapes)), None)):
+        told: list[int] = []
+        sampling = Sampling(100, stop_ids=(2,), constraint=constraint)
+        made = await engine.generate(prompt, sampling, f"c{index}", on_tokens=told.extend)
+        assert (made.trainable, made.allowed, told) == (constraint is None, None, made.ids)
+        said = tokenizer.decode(made.ids[:-1])
+        if constraint is not None:
+            assert made.finish is GenerationFinish.STOP
+            called = json.loads(said.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>"))
+            assert set(called.get("arguments", called)) == {"a"}
+            assert (called.get("name") in ("a", "b")) == (index == 1)
+    broken = Constraint((Shape("", '{"type": "string", "pattern": "("}', ""),))
+    with pytest.raises(ConstraintError):
+        await engine.generate(prompt, Sampling(20, stop_ids=(2,), constraint=broken), "broken")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from serving import serving
 
 from agentrl.models.load import load_model
-from agentrl.recipe.schema import ModelSection
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.weights import SglangServer, WeightChannel
 from agentrl.weights.source import NamedTensor, WeightSource
 
@@ -122,6 +122,10 @@ class FaultyServer:
         self.url = ""
         self._counts: Counter[str] = Counter()
 
+    def restart(self) -> None:
+        """Be a new process at the same address."""
+        self.version, self.paused, self.open, self.released, self.adapters = "default", False, False, set(), {}
+
     async def __aenter__(self) -> "FaultyServer":
         self._serving = serving({"* /{path:.*}": self._answer})
         self.url = await self._serving.__aenter__()
@@ -152,6 +156,8 @@ class FaultyServer:
                 "max_loaded_loras": self.room,
             }
             return web.json_response(info)
+        if path == "/model_info":
+            return web.json_response({"weight_version": self.version})
         if path == "/begin_weight_update" and self.open:
             return web.json_response({"success": False, "message": "a session is already open"}, status=400)
         if path in ("/begin_weight_update", "/end_weight_update"):

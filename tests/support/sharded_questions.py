@@ -19,14 +19,16 @@ from agentrl.errors import UserError
 from agentrl.learner.learner import Learner
 from agentrl.learner.optimizer import Optimizer
 from agentrl.models import lora
-from agentrl.recipe.schema import ClusterSection, LoraSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.cluster import ClusterSection
+from agentrl.recipe.sections.model import LoraSection
 
 CPU = torch.device("cpu")
 BETAS = (0.9, 0.95)
 
 
 def context_of(**changes: Any) -> ParallelContext:
-    return make_context(ClusterSection.model_validate({"workers": 2, **changes}), CPU)
+    return make_context(ClusterSection(workers=2).changed(**changes), CPU)
 
 
 def recipe_at(folder: Path) -> Recipe:

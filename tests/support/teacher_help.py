@@ -7,7 +7,7 @@ import torch
 
 from agentrl.compute.batch import Batch
 from agentrl.learner.teacher_server import TeacherServer
-from agentrl.recipe.schema import TeacherSection
+from agentrl.recipe.sections.algorithm import TeacherSection
 
 
 def sampled_batch(tokenizer: Any) -> Batch:

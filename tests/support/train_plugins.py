@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -194,6 +195,32 @@ class Blocking(_Calculator):
         return "late"
 
 
+class Stuck(_Calculator):
+    """Once two steps are done it holds up every request, as AGENTRL_TEST_STUCK says."""
+
+    async def execute(self, session: Session, **arguments: Any) -> str:
+        if (mark := os.environ.get("AGENTRL_TEST_MARK")) is not None:
+            rows = Path(mark).parent / "run" / "metrics.jsonl"
+            if rows.exists() and '"step": 2' in rows.read_text():
+                getattr(self, os.environ["AGENTRL_TEST_STUCK"])()
+        return "42"
+
+    def compute(self) -> None:
+        while True:
+            sum(range(100))
+
+    def sleep(self) -> None:
+        time.sleep(3600)
+
+    def deaf(self) -> None:
+        """No signal and no exception reaches what was written in C and gives the interpreter away."""
+        while True:
+            ctypes.CDLL(None).sleep(3600)
+
+    def hold(self) -> None:
+        ctypes.PyDLL(None).sleep(3600)
+
+
 class Book(Tracker):
     """Writes down what it is told, where the run lies."""
 
@@ -276,3 +303,47 @@ def hangs_later(sample: Any) -> float:
     if HangsLater.calls > HangsLater.after:
         HangsLater.free.wait()
     return float(HangsLater.calls)
+
+
+class Leaky(Noisy):
+    """Says its key wherever a stranger's error may: as it is made or asked, and in what a tool of its returns."""
+
+    def __init__(self, source: str | None = None, key: str = "", at: str = "") -> None:
+        self.key, self.at, self.calls = key, at, 0
+        self._leak("constructor")
+        super().__init__(source)
+
+    def _leak(self, where: str, call: int = 1) -> None:
+        self.calls += where == self.at
+        if where == self.at and self.calls >= call:
+            raise RuntimeError(f"401 {'x' * 470} for {self.key!r}")
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        self._leak("tasks")
+        return super().tasks(split)
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Message]:
+        self._leak("create")
+        return await super().create(session, **create_kwargs)
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        self._leak("solved", 5)
+        return super().solved(rewards, task)
+
+    async def release(self, session: Session, **kwargs: Any) -> None:
+        self._leak("release")
+        await super().release(session, **kwargs)
+
+    async def close(self) -> None:
+        self._leak("close")
+
+
+class LeakyCalculator(_Calculator):
+    """Answers with its key, where the text is cut."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__()
+        self.key = key
+
+    async def execute(self, session: Session, **arguments: Any) -> str:
+        return self.key + "." * 90

@@ -15,7 +15,7 @@ INSTALLING = "AGENTRL_INSTALLING"
 
 
 def wait_for_install(venv: Path, seconds: float = INSTALLS_SECONDS) -> None:
-    """Return once `venv` is complete. Raises RuntimeError if it is missing, if its installation ended before it was
+    """Once `venv` is complete. Raises RuntimeError if it is missing, if its installation ended before it was
     done, or if that takes longer than `seconds`."""
     try:
         until(lambda: not _pending(venv), seconds)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import TrajectoriesSection
+from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, Span, ToolUse, Trajectory, Turn
 
@@ -19,13 +19,13 @@ LENGTH = 12  # tokens of a trajectory
 
 
 def embedded(page: Path) -> dict[str, Any]:
-    """Return what a frozen page holds."""
+    """What a frozen page holds."""
     (text,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
     return json.loads(text)
 
 
 def trajectory(task: str, sample: int = 0, reward: float = 1.0, said: str = "#### 1", **changed: Any) -> Trajectory:
-    """Return a trajectory of one call of a tool, whose last message is `said`."""
+    """A trajectory of one call of a tool, whose last message is `said`."""
     call = {"type": "function", "id": "c", "function": {"name": "calculator", "arguments": {"expression": "3-2"}}}
     fields: dict[str, Any] = {
         "request_id": f"{task}#{sample}",
@@ -58,7 +58,7 @@ def trajectory(task: str, sample: int = 0, reward: float = 1.0, said: str = "###
 
 
 def tree(task: str) -> Trajectory:
-    """Return a rollout of two conversations, the second of a sub-agent."""
+    """A rollout of two conversations, the second of a sub-agent."""
     branches = tuple(({"role": "user", "content": text},) for text in ("root", "left", "right"))
     segments = (Segment(0, 4), Segment(4, 8, 0), Segment(8, 12, 0))
     whole = (*branches[0], *branches[2])
@@ -66,24 +66,24 @@ def tree(task: str) -> Trajectory:
 
 
 def failed(task: str) -> Trajectory:
-    """Return a sample that the machinery failed."""
+    """A sample that the machinery failed."""
     return trajectory(task, 9, finish=FinishReason.ERROR, failure=Failure(Boundary.TOOL, "tool calculator: away"))
 
 
 def group(*trajectories: Trajectory) -> Group:
-    """Return the samples of a task as a group."""
+    """The samples of a task as a group."""
     valid = tuple(t for t in trajectories if t.valid)
     return Group(trajectories[0].task, valid, tuple(t for t in trajectories if not t.valid))
 
 
 def journal(folder: Path) -> Journal:
-    """Return what writes trajectories into a run's folder."""
+    """What writes trajectories into a run's folder."""
     (folder / "trajectories").mkdir(exist_ok=True)
     return Journal(TrajectoriesSection(), lambda: folder / "trajectories", lambda task: "gsm8k")
 
 
 def learned(groups: Sequence[Group]) -> list[Learned]:
-    """Return what an update would have made of each valid sample: an advantage by its reward."""
+    """What an update would have made of each valid sample: an advantage by its reward."""
     found = []
     for t in (t for one in groups for t in one.trajectories):
         mask = t.loss_mask.astype(np.float32)
@@ -92,7 +92,7 @@ def learned(groups: Sequence[Group]) -> list[Learned]:
 
 
 def run_folder(path: Path, tasks: int = 10, steps: int = 2, recipe: bool = True) -> Path:
-    """Return a run's folder: evaluations of two splits before and after, `steps` steps of two groups, metrics."""
+    """A run's folder: evaluations of two splits before and after, `steps` steps of two groups, metrics."""
     path.mkdir(parents=True, exist_ok=True)
     writer = journal(path)
     rows: list[dict[str, Any]] = [{"step": 0, "eval/test/accuracy": 0.5}]

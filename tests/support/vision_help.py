@@ -14,12 +14,12 @@ from PIL import Image
 
 from agentrl.chat.load import load_chat
 from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling
+from agentrl.fine_tuning.new_model import bare_tokenizer, new_model
 from agentrl.images import STORE, ImageSpan, keyed
 from agentrl.models.image_families import FAMILIES
 from agentrl.models.image_input import ImageInput
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import NewModel
-from agentrl.sft.new_model import bare_tokenizer, new_model
+from agentrl.recipe.sections.sft import NewModel
 from agentrl.trajectory import FinishReason, Group, Trajectory, Turn, check_invariants
 
 TEMPLATE = ROOT / "recipes" / "tiny_vision_template.jinja"

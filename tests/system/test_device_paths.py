@@ -18,6 +18,7 @@ from pretend_gpu import GPU, OnGpu, flash, pretending, to_gpu
 from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.nn.attention import varlen
+from train_help import small
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, MambaForCausalLM
 
 from agentrl.checkpoint import roles, sharded
@@ -42,7 +43,12 @@ from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.optimizer import OFFLOADED, Optimizer
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.lora import add_adapter
-from agentrl.recipe.schema import CriticSection, LoraSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import CriticSection
+from agentrl.recipe.sections.model import LoraSection
+from agentrl.training.interrupt import Interrupts
+from agentrl.training.run import run_with_restarts
+from agentrl.training.setup import Start, set_up
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import ModelWeights
@@ -343,6 +349,38 @@ def test_shared_memory_lies_in_plain_segments(monkeypatch: pytest.MonkeyPatch) -
     assert asked[1:] == ["max_split_size_mb:64,expandable_segments:True"]
     found = shared_memory.without_expandable({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OTHER": "x"})
     assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "chosen", "workers", "wanted"),
+    [
+        (True, None, 0, "expandable_segments:True"),
+        (True, "max_split_size_mb:64", 0, ""),
+        (True, None, 2, ""),
+        (False, None, 0, ""),
+    ],
+)
+def test_a_trainer_in_the_runs_own_process_allocates_expandable_segments_too(
+    gpu: bool, chosen: str | None, workers: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [""]
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda value: settings.append(value))
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    for name in shared_memory.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", chosen)
+
+    def prepare(folder: object, restarted: bool) -> Start:
+        raise KeyboardInterrupt  # before anything touches CUDA
+
+    recipe = small(cluster={"workers": workers} if workers else {})
+    with pytest.raises(KeyboardInterrupt):
+        run_with_restarts(recipe, "run", None, Interrupts(), prepare, set_up)
+    assert settings[-1] == wanted
+    with shared_memory.plain_segments():  # what is exported stays plain
+        assert settings[-1] == wanted.replace("True", "False")
 
 
 def hello(pid: int, interface: str = "") -> ProcessInfo:

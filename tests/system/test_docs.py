@@ -12,6 +12,7 @@ from train_help import metrics, small
 from warm import Python
 
 import agentrl
+from agentrl.gateway.fields import ANTHROPIC_MESSAGES, CHAT_COMPLETIONS, COMPLETIONS, RESPONSES
 from agentrl.recipe.schema import Recipe
 
 DOCS = ROOT / "docs"
@@ -145,7 +146,12 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
 METRIC = re.compile(r"^\| `([\w/<>]+)` \|", re.M)
 MIXED = {"mix": [{"name": "train_plugins:Noisy"}]}
 VARIANTS: dict[str, dict[str, object]] = {
-    "plain": {"train__mini_batches": 2, "eval__samples": 2, "algorithm__leave_out": "length"},
+    "plain": {
+        "train__mini_batches": 2,
+        "eval__samples": 2,
+        "algorithm__leave_out": "length",
+        "algorithm__off_policy_mask": 0.1,
+    },
     "critic": {
         "algorithm__advantage": "gae",
         "critic__lr": 1e-4,
@@ -168,10 +174,10 @@ VARIANTS: dict[str, dict[str, object]] = {
 OWN = ("tool/<name>/<key>", "train/<metric>")  # of somebody's tool or loss: they document them
 UNSEEN = {
     "health", "memory/<phase>_<role>_gb", "time/reward_model_s", "reward_model/tflops", "reward_model/mfu", "eval/loss",
-    "train/epoch", "mismatch/experts", "train/accuracy", "eval/accuracy",
+    "train/epoch", "mismatch/experts", "train/accuracy", "eval/accuracy", "seat/<seat>/reward_mean",
 }  # fmt: skip
-"""Documented keys that only workers, a reward model, its training, a mixture of experts, a run that is not well and
-supervised runs write."""
+"""Documented keys that only workers, a reward model, its training, a mixture of experts, a run that is not well,
+supervised runs and an environment that rewards seats write."""
 
 
 @pytest.mark.slow
@@ -187,3 +193,14 @@ def test_every_metric_that_a_run_writes_is_documented(tmp_path: Path) -> None:
     }
     assert {key for key, name in matches.items() if name is None} == set()
     assert documented - set(OWN) - UNSEEN - set(matches.values()) == set()
+
+
+def test_the_table_of_fields_is_that_of_the_gateway() -> None:
+    dialects = CHAT_COMPLETIONS, COMPLETIONS, RESPONSES, ANTHROPIC_MESSAGES
+    for kind in ("served", "asked", "ignored", "refused"):
+        cells = [", ".join(f"`{name}`" for name in sorted(getattr(fields, kind))) for fields in dialects]
+        row = f"| {'recorded' if kind == 'asked' else kind} | {' | '.join(cells)} |"
+        assert row in read("docs/tutorials/agent.md").splitlines(), row
+    for fields in dialects:
+        names = [*fields.served, *fields.asked, *fields.ignored, *fields.refused]
+        assert len(names) == len(set(names))

@@ -91,3 +91,15 @@ class Open:
     def own(self): ...
 """
     assert list(undocumented(ast.parse(source).body)) == ["8: own", "6: Open.right"]
+
+
+def test_docstrings_say_what_a_thing_is_or_does() -> None:
+    """None begins with a mechanical `Return`."""
+    documented = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    found = [
+        f"{name}:{getattr(node, 'lineno', 1)}"
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and (ast.get_docstring(node) or "").startswith("Return")
+    ]
+    assert found == []

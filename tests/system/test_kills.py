@@ -65,7 +65,7 @@ def test_a_run_killed_twenty_times_is_the_undisturbed_run(tmp_path: Path) -> Non
 
 
 def going_on(folder: Path) -> list[str]:
-    """Return the arguments that resume the run; one that was killed before its first checkpoint is begun anew."""
+    """The arguments that resume the run; one that was killed before its first checkpoint is begun anew."""
     if any((folder / "checkpoints").glob("step_*")):
         return ["--resume", str(folder)]
     subprocess.run(["rm", "-rf", str(folder)], check=True)

@@ -12,10 +12,11 @@ from paths import ROOT
 PACKAGE = ROOT / "agentrl"
 
 ROOMS = (
-    "cli", "doctor", "sft", "offline", "training", "distributed", "profiling", "learner", "view", "eval", "testing",
-    "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo", "models",
-    "plugins", "cluster", "recipe", "scaffold", "images", "remote", "terminal", "threads", "process_tree",
-    "jsonable", "errors",
+    "cli", "doctor", "fine_tuning", "offline", "training", "distributed", "profiling", "learner", "view", "eval",
+    "testing", "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo",
+    "models",
+    "plugins", "cluster", "recipe", "scaffold", "constraint", "images", "remote", "terminal", "http_server",
+    "containment", "threads", "process_tree", "jsonable", "errors", "secrets",
 )  # fmt: skip
 """From the top; a room imports itself and what lies below it, nothing else."""
 

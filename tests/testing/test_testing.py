@@ -371,7 +371,7 @@ SPOILED_ENVS = {
     r"played by gold: sums.calc_reward: LookupError: no judge": bad_env(
         calc_reward=does(lambda self, session: fail(LookupError("no judge")))
     ),
-    r"task train-0: it gives 'answer', which `reward_parts` does not name": SaysOtherParts,
+    r"the reward part 'answer' is none of its `reward_parts`: format": SaysOtherParts,
     r"alone and .* among others: keep what is per request in session.state": SharesState,
     r"self.kept grew from": LeaksState,
     r"after a request that failed: sums.release: AssertionError: nobody scored it": ReleasesScored,

@@ -8,7 +8,7 @@ from agentrl_tools.calc_gsm8k_reward import CalcGsm8kReward
 
 from agentrl import ArgumentError, Session, Task
 from agentrl.plugins.registry import make_tool
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 
 
 def play(tool, truth, *answers):

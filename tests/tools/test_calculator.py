@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl import ArgumentError, Session, Task, ToolResponse
 from agentrl.plugins.registry import make_tool
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 
 SESSION = Session("r/0", Task("t", {}), random.Random(0), 0.0)
 

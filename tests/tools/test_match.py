@@ -10,7 +10,7 @@ from agentrl_tools.rewards.truth import marked, truth_of
 
 from agentrl import Sample, Task
 from agentrl.plugins.rewards import make_rewards
-from agentrl.recipe.schema import RewardsSection
+from agentrl.recipe.sections.env import RewardsSection
 
 
 def sample(said: str = "", truth: Any = "72", tokens: int = 1, **rewards: float) -> Sample:

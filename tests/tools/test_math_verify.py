@@ -12,7 +12,7 @@ import pytest_asyncio
 from agentrl_tools.rewards.math_verify import MathVerify
 from processes import children
 
-from agentrl import InfrastructureError, Sample, Task
+from agentrl import InfrastructureError, Sample, Task, UserError
 
 SLOW = "$" + "+".join(f"x^{{{n}}}" for n in range(4000)) + "$"
 
@@ -120,6 +120,12 @@ async def test_close_ends_what_is_going_on() -> None:
     with pytest.raises(InfrastructureError):
         await going
     assert _workers() == before
+
+
+def test_without_its_package_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r"pip install 'agentrl\[math\]'$"):
+        MathVerify()
 
 
 def test_arguments_that_make_no_sense() -> None:

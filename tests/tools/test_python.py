@@ -10,7 +10,7 @@ from agentrl_tools.sandbox import Execution, Limits, Stop
 
 from agentrl import InfrastructureError, Session, Task, ToolResponse, UserError
 from agentrl.plugins.registry import make_tool
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 

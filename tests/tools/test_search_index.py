@@ -16,7 +16,7 @@ from search_help import session
 from agentrl import ArgumentError
 from agentrl.errors import UserError
 from agentrl.plugins.registry import make_tool
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 
 DOCUMENTS = [
     {"id": "0", "title": "Paris", "text": "Paris is the capital of France."},

@@ -12,7 +12,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.registry import make_tool
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Task, ToolKwargs
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 from agentrl.testing import call, check_tool
 from agentrl.testing.play import Alone, Stage
 
@@ -134,7 +134,7 @@ def test_verl_is_stood_in_for_only_when_a_tool_wants_it():
     code = """
 import sys
 from agentrl.plugins.registry import make_tool
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 from agentrl_tools.verl.stand_in import installed
 from adapter_plugins import SCHEMA
 make_tool(ToolSection(name="verl", args={"tool": "adapter_plugins:OldTool", "schema": SCHEMA}))

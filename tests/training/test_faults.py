@@ -2,7 +2,9 @@
 
 import inspect
 import json
+import os
 import shutil
+import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +17,7 @@ from paths import SUPPORT
 from torch import Tensor
 from train_help import metrics, records, small, steady
 from train_plugins import HangsLater, Noisy
+from transformers import AutoTokenizer
 from view_help import embedded
 
 import agentrl
@@ -23,19 +26,24 @@ from agentrl.algo.advantage import grpo
 from agentrl.algo.loss import ppo_clip
 from agentrl.algo.returns import gae
 from agentrl.algo.terms import LossTerms, Samples, TokenAdvantages, Tokens
+from agentrl.checkpoint import disk
+from agentrl.checkpoint.checkpoints import Saved
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.cli import main
 from agentrl.engine.base import EngineError
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError, call_plugin
+from agentrl.models import embedded_path
 from agentrl.models.load import resolve_types
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.presets import PRESETS
-from agentrl.recipe.schema import AlgorithmSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import AlgorithmSection
 from agentrl.rollout import journal, player
 from agentrl.rollout.scorer import Scorer
+from agentrl.rollout.trajectory_file import read_rows
 from agentrl.training.preflight import check_algorithm
 from agentrl.training.run import TrainResult, resume_run
 
@@ -147,7 +155,7 @@ def test_a_run_that_loses_every_sample_stops_and_says_why(tmp_path: Path) -> Non
         agentrl.train(recipe)
     assert str(error.value) == (
         "step 1: 8 of 8 samples failed (8 by reward: gsm8k.calc_reward: NotImplementedError: no reward yet "
-        f"(train_plugins.py:{line_of('no reward yet')})); step 0 is saved, {go_on(tmp_path / 'run')}"
+        f"(train_plugins.py:{line_of('no reward yet')})); no step was done: start again once that is right"
     )
     assert (tmp_path / "run" / "checkpoints" / "step_0" / "config.json").is_file()
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0]
@@ -386,6 +394,29 @@ def test_a_run_whose_folder_was_deleted_saves_into_it_and_goes_on_there(
     assert Recipe.load(str(folder / "recipe.yaml")) == resolve_types(recipe)
 
 
+def test_a_run_whose_checkpoints_are_removed_while_one_is_written_says_so_and_saves_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, flush = tmp_path / "run", disk.flush
+
+    def after_removal(written: Path) -> None:
+        if written.name == ".step_2.part":
+            shutil.rmtree(written.parent)
+        flush(written)
+
+    monkeypatch.setattr(disk, "flush", after_removal)
+    recipe = trapped(folder, train__save_every=1, train__steps=4, eval__splits=[])
+    code, said = command(recipe, tmp_path / "job.yaml", capsys)
+    assert code == 2
+    (last,) = (int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*"))
+    assert last >= 2  # the loop goes on while it is written
+    assert said == (
+        f"error: {folder}/checkpoints was removed while the checkpoint of step 2 was written, and that of step 1 with "
+        f"it; step {last} is saved, {go_on(folder)}"
+    )
+    assert resume_run(str(folder)).steps == 4
+
+
 def test_what_cannot_be_closed_or_reported_is_a_line_at_the_end_of_a_whole_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -398,6 +429,45 @@ def test_what_cannot_be_closed_or_reported_is_a_line_at_the_end_of_a_whole_run(
     assert result.steps == 1
     assert f"environment 'gsm8k' could not be closed: SystemExit: 0 ({Path(__file__).name}:" in said
     assert "report.html could not be written: Is a directory" in said
+
+
+class Patching(Noisy):
+    """Makes what it finds in the standard library to its own liking."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        dumps = json.dumps
+        setattr(json, "dumps", lambda v, **how: dumps(without(v), **how))  # noqa: B010
+        for module, name in SILENT:
+            setattr(module, name, lambda *given, **named: 0.0)
+
+
+def without(value: Any) -> Any:
+    """Without what it does not want to be known."""
+    return {k: v for k, v in value.items() if k not in LOST} if isinstance(value, dict) else value
+
+
+LOST = ("reward/mean", "sampler", "sums", "runs", "actor", "content")
+SILENT = [(os, "replace"), (os, "fsync"), (shutil, "rmtree"), (time, "perf_counter"), (time, "time")]
+
+
+def test_what_a_plugin_makes_of_the_standard_library_reaches_no_file_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in [*SILENT, (json, "dumps")]:
+        monkeypatch.setattr(module, name, getattr(module, name))  # put back at the end
+    same: dict[str, Any] = {"tools": [], "train__save_every": 1, "train__keep": 1, "train__steps": 2}
+    plain = agentrl.train(small(tmp_path / "plain", **same))
+    patched = agentrl.train(small(tmp_path / "run", env__name=f"{HERE}:Patching", **same))
+    monkeypatch.undo()
+    rows, wanted = (list(map(steady, metrics(run.folder))) for run in (patched, plain))
+    assert rows == wanted
+    files = [sorted(str(p.relative_to(run.folder)) for p in run.folder.rglob("*")) for run in (patched, plain)]
+    assert files[0] == files[1]
+    assert Saved(2, patched.checkpoint).extra["sampler"] == Saved(2, plain.checkpoint).extra["sampler"]
+    assert [t["messages"] for t in played(patched, 2)] == [t["messages"] for t in played(plain, 2)]
+    pages = [embedded(run.folder / "report.html") for run in (patched, plain)]
+    assert pages[0]["runs"][0].keys() == pages[1]["runs"][0].keys()
 
 
 SEPARATORS = "now\u2028and\u2029or\x85so\x0bon\x1cend"
@@ -545,3 +615,32 @@ OWN = sorted(name for name, function in advantages.functions.items() if function
 def test_every_advantage_passes_the_check(name: str) -> None:
     critic = {"critic": {}} if advantages.get(name).needs_values else {}
     check_algorithm(small(algorithm={"advantage": name}, **critic))
+
+
+KEY = "QZXJ7WVY3KPB8MHD"
+
+
+@pytest.mark.parametrize("at", ["constructor", "tasks", "create", "solved", "release", "close"])
+def test_a_secret_of_the_recipe_is_neither_shown_nor_stored_whole_or_in_part(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AGENTRL_TEST_KEY", KEY)
+    monkeypatch.setattr(journal, "IN_FLIGHT_SECONDS", 0.0)
+    folder, path = tmp_path / "run", tmp_path / "job.yaml"
+    path.write_text(dump_recipe(small(folder, train__steps=1, rollout__max_tool_tokens=32)))
+    key = "{key: '${AGENTRL_TEST_KEY}', at: " + at + "}"
+    tool = "tools=[{name: 'train_plugins:LeakyCalculator', args: {key: '${AGENTRL_TEST_KEY}'}}]"
+    code = main.run(["train", str(path), "env.name=train_plugins:Leaky", f"env.args={key}", tool])
+    said = "".join(capsys.readouterr())
+    assert code == (0 if at in ("release", "close") else 2), said
+    assert "***" in said or at in ("release", "close")
+    assert "Traceback" not in said
+    stored = [read_rows(file) for file in folder.glob("trajectories/*.parquet")]
+    texts = {str(file): file.read_text(errors="replace") for file in folder.glob("*") if file.is_file()}
+    texts |= {"stored": json.dumps(stored), "said": said}
+    if at == "close":
+        tokenizer = AutoTokenizer.from_pretrained(embedded_path())
+        texts["tokens"] = "".join(tokenizer.decode(record["ids"]) for file in stored for record in file)
+        assert "***" in texts["tokens"]
+    pieces = [KEY[i : i + 5] for i in range(len(KEY) - 4)]
+    assert [(place, piece) for place, text in texts.items() for piece in pieces if piece in text] == []

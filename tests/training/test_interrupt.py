@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from train_help import metrics, small
+from train_help import metrics, records, small
 from warm import Python
 
 import agentrl
@@ -94,6 +94,8 @@ def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_st
     told = f"step {done} is saved, go on with: agentrl train --resume {folder}"
     assert said == f"error: stdout was closed, so nobody sees the progress of the run; {told}\n"
     assert (folder / "checkpoints" / f"step_{done}" / "model.safetensors").exists()
+    kept = [bool(records(folder, f"step_{step}")) for step in range(1, done + 1)]
+    assert all(kept), "the step whose line nobody read has its row, and its trajectories"
 
 
 @pytest.mark.parametrize("ignored", [False, True])
@@ -125,6 +127,35 @@ def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_h
     assert "agentrl: exited while a plugin's thread was still running (forever)" in said
     assert (tmp_path / "run" / "checkpoints" / "step_1" / "config.json").is_file()
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+STUCK = [("compute", 2), ("sleep", 2), ("deaf", 2), ("hold", -9)]
+
+
+@pytest.mark.parametrize(("how", "code"), STUCK, ids=[how for how, _ in STUCK])
+def test_a_plugin_that_holds_up_every_request_ends_the_run_saved(
+    how: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENTRL_TEST_STUCK", how)
+    folder, hasty = tmp_path / "run", "from agentrl.rollout import watchdog\nwatchdog.LET_GO = 0.5"
+    keys = {"tools": ["train_plugins:Stuck"], "rollout__stuck_timeout": 1.0, "train__save_every": int(how == "hold")}
+    process = start(tmp_path, hasty, **keys)
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
+    assert process.returncode == code, said
+    done = metrics(folder)[-1]["step"]
+    if how == "hold":  # it also holds the thread that writes a checkpoint
+        done = max(int(path.name.partition("_")[2]) for path in (folder / "checkpoints").glob("step_*"))
+    line = r"no request has gone on for 1 s \(rollout.stuck_timeout\), held up by \w+ \(train_plugins.py:\d+\).*; "
+    saved = f"step {done} is saved, go on with: agentrl train --resume {folder}"
+    assert re.fullmatch(f"error: {line}{re.escape(saved)}", said.rstrip().splitlines()[-1])
+    assert "Traceback" not in said
+    assert (folder / "trajectories" / f"step_{done}.parquet").is_file()
+    if how == "deaf":  # saved by another thread
+        assert main.run(["train", "--resume", str(folder), f"train.steps={done + 1}"]) == 0
+        assert [row["step"] for row in metrics(folder)] == list(range(done + 2))
 
 
 class Hasty(Display):

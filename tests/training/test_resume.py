@@ -192,7 +192,7 @@ OTHER_RUNS = {
     "model.lora={}": "model.lora.rank none -> 16",
     "rewards.weights={answer: 2}": "rewards.weights.answer none -> 2",
     "train.seed=8": "train.seed 7 -> 8",
-    "tools.0.args.api_key=hunter2": r"tools.0.args.api_key none -> \*\*\*",
+    "tools.0.args.api_key=hunter2": r"tools.0.args.api_key none -> \$\{AGENTRL_SECRET_API_KEY\}",
 }
 
 

@@ -12,6 +12,7 @@ from train_help import NOISY, metrics, records, small, steady
 
 import agentrl
 from agentrl.checkpoint.checkpoints import Checkpoints
+from agentrl.offline.rescore import rescore
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
 
@@ -24,9 +25,14 @@ def job(output: Path, overlap: str, **changes: Any) -> Recipe:
 
 
 def tasks(result: TrainResult) -> Counter[str]:
-    """How often each task was trained on, in samples."""
+    """How often each task was part of a step, in samples."""
     paths = (result.folder / "trajectories").glob("step_*")
-    return Counter(t["task"] for path in paths for t in records(result.folder, path.stem))
+    return Counter(
+        t["task"]
+        for path in paths
+        for t in records(result.folder, path.stem)
+        if t["left_out"] not in ("filtered", "surplus")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +107,16 @@ def test_dynamic_sampling_trains_on_groups_that_differ_and_is_resumed(
     assert f"2 of {2 + rows[0]['groups/left_out']} groups kept" in capsys.readouterr().out
     assert set(tasks(whole)) == {"train-1", "train-3"}
     assert not list((whole.folder / "trajectories").glob("in_flight*"))
+    for step, row in enumerate(rows, 1):
+        reasons = [one["left_out"] for one in records(whole.folder, f"step_{step}")]
+        assert reasons == [None] * 8 + ["filtered"] * 4 * row["groups/left_out"]
+    if overlap == "none":
+        same = rescore(whole.folder, output=str(tmp_path / "same")).folder  # what the filter left out stays out
+        again = agentrl.train(
+            job(tmp_path / "again", overlap, **DYNAMIC, train=steps, eval__splits=[]), stored=[str(same)]
+        )
+        for ours, theirs in zip(metrics(again.folder)[1:], rows, strict=True):
+            assert (ours["train/loss"], ours["train/samples"]) == (theirs["train/loss"], 8)
     for later in (3, 4):
         shutil.rmtree(whole.folder / "checkpoints" / f"step_{later}")
     resumed = resume_run(str(whole.folder))
@@ -162,12 +178,12 @@ def test_tasks_that_were_abandoned_come_with_the_next_step(tmp_path: Path, capsy
     first, *rows = metrics(result.folder)
     assert "eval/test/accuracy" not in first
     assert all(row["groups/kept"] == 2 and row["groups/abandoned"] in (0, 1, 2) for row in rows)
-    played = [t["task"] for step in range(1, STEPS + 1) for t in records(result.folder, f"step_{step}")]
-    assert set(Counter(played).values()) == {4}
+    played = tasks(result)
+    assert set(played.values()) == {4}
     saved = Checkpoints(result.folder / "checkpoints", 2).latest()
     assert saved is not None
     drawn = saved.extra["sampler"]["position"]
-    assert drawn == len(set(played)) + len(saved.extra["sampler"].get("outstanding", []))
+    assert drawn == len(played) + len(saved.extra["sampler"].get("outstanding", []))
 
 
 @pytest.mark.slow

@@ -16,14 +16,16 @@ from train_plugins import Absent, Refusing
 from view_help import embedded
 
 import agentrl
+from agentrl.checkpoint.checkpoints import Saved
 from agentrl.checkpoint.run_folder import FolderLock
 from agentrl.cli import main
 from agentrl.errors import UserError
+from agentrl.eval.result import Accuracy
 from agentrl.models.load import resolve_types
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory_file import read_records
 from agentrl.training.loop import Loop
-from agentrl.training.run import TrainResult, resume_run
+from agentrl.training.run import TrainResult, _best_checkpoint, resume_run
 from agentrl.training.trackers import Trackers
 
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
@@ -346,3 +348,16 @@ async def test_inside_a_running_loop_as_in_a_notebook(tmp_path: Path) -> None:
     result = agentrl.train(recipe)
     assert result.steps == 1
     assert agentrl.evaluate(recipe, model=str(result.checkpoint))["test"].accuracy == result.after["test"]
+
+
+@pytest.mark.parametrize(
+    ("start", "words"), [(0.26, "No checkpoint is better than the start (26.0%)"), (0.2, "The best")]
+)
+def test_the_best_checkpoint_is_compared_with_the_start(tmp_path: Path, start: float, words: str) -> None:
+    best = Saved(10, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saved, "accuracy", 0.21)
+        patch.setattr(Saved, "split", "test")
+        said = _best_checkpoint(best, Accuracy.read(start))
+    assert said.startswith(words)
+    assert "step 10 (21.0% on test)" in said

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from agentrl import secrets
 from agentrl.errors import UserError
 from agentrl.plugins.registry import tracker_makers
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
-from agentrl.recipe.schema import Recipe, TrackerSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.track import TrackerSection
 from agentrl.training import trackers as trackers_module
 from agentrl.training.trackers import SAMPLES, Trackers, samples_of
 from agentrl.trajectory import FinishReason, Group, Trajectory
@@ -143,7 +145,8 @@ def group(number: int, reward: float) -> Group:
 
 
 def shown(groups: list[Group]) -> list[dict[str, Any]]:
-    return samples_of(groups, lambda t: t.reward > 0, lambda task: "home", ("s3cret-token",))
+    secrets.remember(["s3cret-token"])
+    return samples_of(groups, lambda t: t.reward > 0, lambda task: "home")
 
 
 @pytest.mark.parametrize(("wrong", "right", "failed"), [(20, 20, 4), (1, 20, 1), (20, 1, 7), (2, 2, 2), (0, 0, 0)])
@@ -154,6 +157,9 @@ def test_conversations_are_of_both_kinds(wrong: int, right: int, failed: int) ->
     assert not found or "s3cret" not in json.dumps(found)
 
 
+MLFLOW = {"name": "mlflow", "args": {"project": "p", "tags": {"a": "b"}}}
+
+
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder after all trackers that ship were told three steps and an evaluation."""
@@ -162,7 +168,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     given = [
         {"name": "tensorboard", "args": {"tags": ["a"]}},
         {"name": "wandb", "args": {"mode": "offline", "project": "p", "tags": ["a"]}},
-        {"name": "mlflow", "args": {"project": "p", "tags": {"a": "b"}, "uri": str(folder / "mlruns")}},
+        MLFLOW,
         {"name": "trackio", "args": {"project": "p", "folder": str(folder / "trackio")}},
     ]
     said: list[str] = []
@@ -171,6 +177,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(trackers_module, "FLUSH_SECONDS", 200.0)
         for name in ("TRACKIO_DIR", "MLFLOW_ALLOW_FILE_STORE"):
             patch.setenv(name, "true")
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
         trackers = Trackers(said.append)
         trackers.start(tracker_makers(recipe.track.trackers), folder, recipe.shown(), stack)
         trackers.conversations(0, "test", shown([group(0, 0.0), group(1, 1.0)]))
@@ -195,8 +202,13 @@ def test_tensorboard_has_scalars_and_conversations(tracked: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mlflow_has_metrics_parameters_and_conversations(tracked: Path) -> None:
+def test_mlflow_has_metrics_parameters_and_conversations_and_goes_on_where_a_run_is_resumed(
+    tracked: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
     client = MlflowClient(tracking_uri=str(tracked / "mlruns"))
     (run,) = client.search_runs([client.get_experiment_by_name("p").experiment_id])
@@ -205,6 +217,23 @@ def test_mlflow_has_metrics_parameters_and_conversations(tracked: Path) -> None:
     assert (run.info.status, run.data.tags["a"], run.data.params["env.name"]) == ("FINISHED", "b", "gsm8k")
     (text,) = tracked.glob("mlruns/**/conversations/test_0.md")
     assert "It is 2." in text.read_text()
+
+    again = tracker_makers(Recipe.model_validate({"track": {"trackers": [MLFLOW]}}).track.trackers)["mlflow"]()
+    again.start(tracked, {"env": {"name": "another"}, "new": 1})
+    assert client.get_run(run.info.run_id).info.status == "RUNNING"
+    again.log(3, {"eval/test/accuracy": 1.0})
+    again.finish()
+    (resumed,) = client.search_runs([run.info.experiment_id])
+    assert len(client.get_metric_history(run.info.run_id, "eval/test/accuracy")) == 4
+    assert (resumed.info.status, resumed.data.params["env.name"], resumed.data.params["new"]) == (
+        "FINISHED",
+        "gsm8k",
+        "1",
+    )
+    client.delete_run(run.info.run_id)
+    again.start(tracked, {})
+    again.finish()
+    assert len(client.search_runs([run.info.experiment_id])) == 1
 
 
 @pytest.mark.slow

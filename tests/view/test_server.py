@@ -3,14 +3,16 @@
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from view_help import run_folder
+from yarl import URL
 
 from agentrl.cli.main import run
 from agentrl.view.assets import MODULES
-from agentrl.view.server import HEADER, POLICY, Shown, make_app, serve
+from agentrl.view.server import _ANSWERS, HEADER, POLICY, Shown, make_app, serve
 from agentrl.view.store import RunStore
 
 TOKEN = "the-token"
@@ -23,14 +25,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def client(folder: Path) -> AsyncIterator[TestClient]:
-    shown = Shown([RunStore(folder, "run")], ranges=lambda: {"train/entropy": (0.1, None)}, token=TOKEN)
+    ranges = {"train/entropy": (0.1, None)}
+    shown = Shown([RunStore(folder, "run")], ranges=lambda: ranges, why=lambda path, first, piece: {}, token=TOKEN)
     async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as opened:
         yield opened
 
 
 async def test_what_is_stored_is_told_to_those_alone_who_have_the_token(client: TestClient) -> None:
     assert (await client.get("/", headers={HEADER: ""})).status == 200  # the page without anything in it
-    for given in ("", "another", "the-token2", "\u00e9"):
+    for given in ("", "another", "the-token2", "\u00e9", "\udcff"):
         answer = await client.get("/api/state", headers={HEADER: given})
         assert answer.status == 403
         assert "printed" in (await answer.json())["error"]
@@ -55,10 +58,40 @@ async def test_only_the_files_of_the_page_are_served(client: TestClient) -> None
         assert (await client.get(f"/{name}")).status == 200
     for path in ("/index.html", "/../server.py", "/%2e%2e/server.py", "/recipe.yaml", "/page/app.js", "/api/nothing"):
         assert (await client.get(path)).status == 404
-    for query in ("sample?file=../recipe.yaml", "sample?file=/etc/passwd", "previews?file=..%2Frecipe.yaml"):
+    for query in (
+        "sample?file=../recipe.yaml", "sample?file=/etc/passwd", "previews?file=..%2Frecipe.yaml",
+        "why?file=..%2Frecipe.yaml", "why?file=/etc/passwd",
+    ):  # fmt: skip
         answer = await client.get(f"/api/{query}")
         assert answer.status == 422
         assert "not stored there" in (await answer.json())["error"]
+
+
+async def test_whatever_is_asked_is_answered_or_refused(client: TestClient) -> None:
+    wrong = (
+        "",
+        "-1",
+        "1e9",
+        "9" * 30,
+        "\u0663",
+        "\ud800",
+        "\x00",
+        "../..",
+        "a" * 300,
+        "\n\n",
+        "step_1.parquet",
+        "%",
+        "NaN",
+        "{}",
+    )
+    for name in _ANSWERS:
+        for key in ("run", "start", "files", "file", "row", "text"):
+            for value in wrong:
+                query = {"file": "step_1.parquet", "files": "step_1.parquet", key: value}
+                encoded = urlencode(query, errors="surrogatepass")
+                answer = await client.get(URL(f"/api/{name}?{encoded}", encoded=True))
+                assert answer.status in (200, 422), (name, query, await answer.text())
+                await answer.json()
 
 
 async def test_the_page_is_told_what_it_asks(client: TestClient) -> None:
@@ -80,7 +113,6 @@ async def test_the_page_is_told_what_it_asks(client: TestClient) -> None:
         ("metrics?run=-1", "run: not a number"),
         ("sample?file=step_1.parquet&row=1e3", "row: not a number"),
         ("index?files=" + "%0A".join(["a"] * 65), "more than 64 files"),
-        ("why?file=step_1.parquet", "nothing was given"),
     ):
         assert said in (await ask(query))["error"]
 

@@ -153,6 +153,38 @@ async def test_servers_sleep_with_their_base_where_an_adapter_is_sent(adapted: W
     assert (servers[1].released, servers[1].paused) == (set(), False)
 
 
+async def test_a_server_that_was_restarted_while_it_slept_takes_no_memory_and_new_weights(
+    whole: Workers, servers: list[FaultyServer]
+) -> None:
+    urls = tuple(server.url for server in servers)
+    await whole.call("open", None, "auto")
+    assert (await whole.call("publish", WeightRequest(urls, 1))).failed == {}
+    assert await whole.call("sleep", urls) == {}
+    servers[0].restart()
+    assert (await whole.call("publish", WeightRequest(urls, 2))).failed == {}
+    for server in servers:
+        assert (server.version, server.released, server.paused) == ("2", set(), False)
+    same(servers[0].tensors, servers[1].tensors)
+    assert await whole.call("sleep", urls) == {}
+    servers[0].restart()
+    assert await whole.call("sleep", urls[:1]) == {}  # it does not sleep any more
+    assert (await whole.call("publish", WeightRequest(urls, 3))).failed == {}
+
+
+async def test_a_server_that_was_restarted_while_it_slept_is_given_its_base_again(
+    adapted: Workers, servers: list[FaultyServer]
+) -> None:
+    urls = tuple(server.url for server in servers)
+    servers[0].version = "0"
+    await adapted.call("publish", WeightRequest(urls, 1, content=WeightContent.ADAPTER))
+    assert await adapted.call("sleep", urls) == {}
+    servers[0].restart()
+    result = await adapted.call("publish", WeightRequest(urls, 2, content=WeightContent.ADAPTER))
+    assert list(result.failed) == [urls[0]]
+    assert "was restarted while it slept" in result.failed[urls[0]]
+    assert (servers[1].released, servers[1].paused) == (set(), False)
+
+
 async def test_an_unknown_transport_is_named_and_holds_up_no_rank(whole: Workers, servers: list[FaultyServer]):
     await whole.call("open", None, "from_somewhere")
     error = await whole.call("publish", WeightRequest((servers[0].url,), 1))

@@ -71,7 +71,7 @@ async def anthropic_messages(task: Task, client: AgentClient, turns: int = 6) ->
 
 
 def _inputs(content: object) -> Json:
-    """Return a content of the Chat Completions API, text or texts and images, as the Responses API has it."""
+    """A content of the Chat Completions API, text or texts and images, as the Responses API has it."""
     return [_input(part) for part in content] if isinstance(content, list) else content
 
 
@@ -82,7 +82,7 @@ def _input(part: Json) -> Json:
 
 
 def _blocks(content: object) -> Json:
-    """Return a content of the Chat Completions API as the Messages API has it."""
+    """A content of the Chat Completions API as the Messages API has it."""
     return [_block(part) for part in content] if isinstance(content, list) else content
 
 

@@ -56,7 +56,7 @@ class Calculator(Tool):
 
 
 def evaluate(expression: str) -> tuple[Number, int]:
-    """Return the exact value and the number of operations (signs are none). Raises CalculatorError."""
+    """The exact value and the number of operations (signs are none). Raises CalculatorError."""
     if len(expression) > MAX_LENGTH:
         raise CalculatorError(f"more than {MAX_LENGTH} characters")
     if match := _PLAINEST.fullmatch(expression):
@@ -67,7 +67,7 @@ def evaluate(expression: str) -> tuple[Number, int]:
 
 
 def written(value: Number) -> str:
-    """Return a whole number as it is, a short decimal where it ends soon, else rounded."""
+    """A whole number as it is, a short decimal where it ends soon, else rounded."""
     if isinstance(value, int):
         return str(value)
     top, bottom, places = abs(value.numerator), value.denominator, EXACT_PLACES
@@ -209,7 +209,7 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _plain(value: Number) -> Number:
-    """Return an int where it is whole. Raises CalculatorError where it is too large to go on with."""
+    """An int where it is whole. Raises CalculatorError where it is too large to go on with."""
     if isinstance(value, int):
         numerator, denominator = value, 1
     else:

@@ -53,6 +53,6 @@ class Delegate(Tool):
         return ToolResponse(found.answer, metrics=metrics, done=found.done)
 
     def opening(self, task: str) -> list[Message]:
-        """Return the messages that a sub-agent begins with."""
+        """The messages that a sub-agent begins with."""
         system: list[Message] = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return [*system, {"role": "user", "content": self.prompt.replace("{task}", task)}]

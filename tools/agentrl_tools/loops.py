@@ -15,17 +15,17 @@ class PerLoop(Generic[T]):
         self._made: dict[asyncio.AbstractEventLoop, T] = {}
 
     def here(self) -> T:
-        """Return the object of the running loop."""
+        """The object of the running loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._made:
             self._made[loop] = self._make()
         return self._made[loop]
 
     def take(self) -> T | None:
-        """Return the object of the running loop, if there is one, and forget it."""
+        """Take the object of the running loop, if there is one, and forget it."""
         return self._made.pop(asyncio.get_running_loop(), None)
 
     def orphans(self) -> list[T]:
-        """Return those whose loop is closed, which are then forgotten: nothing of theirs can be awaited any more."""
+        """Those whose loop is closed, which are then forgotten: nothing of theirs can be awaited any more."""
         dead = [loop for loop in self._made if loop.is_closed()]
         return [self._made.pop(loop) for loop in dead]

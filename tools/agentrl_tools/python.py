@@ -84,13 +84,13 @@ class Python(Tool):
 
 
 def unfenced(code: str) -> str:
-    """Return the code without the Markdown fence that some models put around it."""
+    """The code without the Markdown fence that some models put around it."""
     match = _FENCED.fullmatch(code)
     return match.group(1) if match else code
 
 
 def execution_text(execution: Execution, limits: Limits) -> str:
-    """Return an execution as the model reads it: what was printed, the value, then what went wrong."""
+    """An execution as the model reads it: what was printed, the value, then what went wrong."""
     parts = []
     if execution.lost_before:
         parts.append("[The former call was cut off and the interpreter started anew: earlier variables are gone.]")

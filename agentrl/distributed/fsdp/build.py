@@ -34,7 +34,8 @@ from agentrl.models.load import load_model, load_skeleton, resolve
 from agentrl.models.lora import add_adapter
 from agentrl.models.streamed import stream, stream_model
 from agentrl.models.vision import Vision
-from agentrl.recipe.schema import ModelSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import ModelSection
 
 NAME = "module with shared-prefix attention"
 
@@ -141,13 +142,13 @@ def _candidates(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], 
 
 
 def _agreed(model: Any, context: ParallelContext) -> Callable[[int], int]:
-    """Return what gives the maximum of a count over the ranks. Those of a model that sees ask for it in each pass: by
+    """What gives the maximum of a count over the ranks. Those of a model that sees ask for it in each pass: by
     way of the CPU, so that none waits for its device."""
     return TorchProcessGroup("cpu" if Vision.of(model) else context.device).max_over_ranks
 
 
 def _sight(model: Any) -> Vision | None:
-    """Return the vision of a model whose ranks share sequences; None: it reads text."""
+    """The vision of a model whose ranks share sequences; None: it reads text."""
     return vision_of(model, TorchProcessGroup("cpu").max_over_ranks)
 
 

@@ -49,7 +49,7 @@ class Candidates:
 
 @torch.no_grad()
 def choose(candidates: Candidates, root: Root, context: ParallelContext, compute: torch.dtype) -> tuple[Any, str]:
-    """Return the fastest exact computation, and a line for people. compute: the dtype of its matrix products.
+    """The fastest exact computation, and a line for people. compute: the dtype of its matrix products.
 
     Raises UserError: as `candidates.fast` does; kernels that are installed and change the results.
     """
@@ -66,7 +66,7 @@ def choose(candidates: Candidates, root: Root, context: ParallelContext, compute
 
 
 def _mismatch(candidates: Candidates, root: Root, compute: torch.dtype) -> str | None:
-    """Return why the fast computation cannot be used, or None."""
+    """Why the fast computation cannot be used, or None."""
     try:
         fast = candidates.fast()
     except Unsupported as error:
@@ -80,7 +80,7 @@ def _mismatch(candidates: Candidates, root: Root, compute: torch.dtype) -> str |
 
 
 def _judge(candidates: Candidates, root: Root, compute: torch.dtype) -> Callable[[Tensor, Tensor], str | None]:
-    """Return what says why outputs for the probe are not those wanted, or None. A collective."""
+    """What says why outputs for the probe are not those wanted, or None. A collective."""
     if candidates.other is None or compute in EXACT:
         return lambda found, wanted: difference(found, wanted, TOLERANCE.get(compute, 0.25), candidates.relative)
     root.computation = candidates.slow
@@ -94,7 +94,7 @@ def _run(root: Root, computation: Any, candidates: Candidates) -> Any:
 
 
 def _first(found: object) -> Any:
-    """Return the log-probs where there are entropies too."""
+    """The log-probs where there are entropies too."""
     return found[0] if isinstance(found, tuple) else found
 
 

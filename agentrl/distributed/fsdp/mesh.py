@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.errors import UserError
-from agentrl.recipe.schema import ClusterSection
+from agentrl.recipe.sections.cluster import ClusterSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class ParallelContext:
         return int(self.mesh.shape[-1])
 
     def shard_of(self, rank: int) -> int:
-        """Return the index of the shard that `rank` holds."""
+        """The index of the shard that `rank` holds."""
         return rank % self.shards
 
 
 def make_context(cluster: ClusterSection, device: torch.device) -> ParallelContext:
-    """Return the position of this rank of the default process group, which computes on `device`. A collective.
+    """The position of this rank of the default process group, which computes on `device`. A collective.
 
     Raises UserError: a `cluster.shard` or `cluster.sequence_parallel` that does not divide the number of ranks.
     """

@@ -24,7 +24,7 @@ class Source:
     model: Any
     """Modules whose parameters and buffers `read` gives the values of; nothing else may be done with them."""
     read: Read
-    """Return the value of one of them, on the CPU."""
+    """The value of one of them, on the CPU."""
     known: Any = None
     """What the other ranks need to know of the model: small and picklable."""
     note: str = ""
@@ -52,7 +52,7 @@ def share(value: Any, context: ParallelContext) -> Any:
 
 
 def everywhere(value: bool, context: ParallelContext) -> bool:
-    """Return whether `value` is true on all ranks."""
+    """Whether `value` is true on all ranks."""
     found = torch.tensor([int(value)], device=context.device)
     dist.all_reduce(found, op=dist.ReduceOp.MIN)
     return bool(found)
@@ -111,7 +111,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _unsharded(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
-    """Return the buffers, and tensors that modules keep as plain attributes: name -> owner, attribute, value."""
+    """The buffers, and tensors that modules keep as plain attributes: name -> owner, attribute, value."""
     found = {}
     for path, module in model.named_modules():
         own = {**module._buffers, **{k: v for k, v in vars(module).items() if isinstance(v, Tensor)}}

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
+from agentrl.chat.calls import CallError, read_json
 from agentrl.images import ImageSpan, sent_part
 from agentrl.plugins.types import Json, Message
 
@@ -36,7 +37,7 @@ class Ledger:
         return [self._openings[key]]
 
     def find(self, ids: Sequence[int]) -> list[Json]:
-        """Return the pieces that `ids` stand for, in order. Raises KeyError for an unknown id."""
+        """The pieces that `ids` stand for, in order. Raises KeyError for an unknown id."""
         return [self._pieces[i] for i in ids if i != FILLER]
 
     def forget(self, ids: Sequence[int]) -> None:
@@ -78,11 +79,11 @@ class ApiChat:
         return self._ledger.add(tuple(map(_plain_message, messages)))
 
     def images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
-        """Return none: the endpoint has the tokens."""
+        """None: the endpoint has the tokens."""
         return []
 
     def image_tokens(self, image: object) -> int:
-        """Return 0: the endpoint counts them."""
+        """0: the endpoint counts them."""
         return 0
 
     def parse(self, turn_ids: Sequence[int]) -> ParsedTurn:
@@ -100,16 +101,16 @@ class ApiChat:
 def _call(call: dict[str, Json]) -> ParsedCall:
     name, raw = call["function"]["name"], call["function"].get("arguments") or "{}"
     try:
-        arguments = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        return ParsedCall(name, {}, raw, f"the arguments are not valid JSON: {error}", call.get("id"))
+        arguments = read_json(raw)
+    except CallError as error:
+        return ParsedCall(name, {}, raw, f"the arguments cannot be read: {error}", call.get("id"))
     if not isinstance(arguments, dict):
         return ParsedCall(name, {}, raw, "the arguments are not a JSON object", call.get("id"))
     return ParsedCall(name, arguments, raw, id=call.get("id"))
 
 
 def _plain_message(message: Message) -> dict[str, Json]:
-    """Return a message with arguments as JSON text, and without fields that the API does not know
+    """A message with arguments as JSON text, and without fields that the API does not know
     (`reasoning_content`, `name`)."""
     sent: dict[str, Json] = {key: value for key, value in message.items() if key not in ("reasoning_content", "name")}
     if calls := message.get("tool_calls"):
@@ -123,7 +124,7 @@ def _function(function: Json) -> dict[str, Json]:
 
 
 def outgoing(messages: Sequence[dict[str, Json]], tool_images: str) -> list[dict[str, Json]]:
-    """Return messages as the API takes them: images as `data:` URLs of PNG files. tool_images: `tool`, where it takes
+    """Messages as the API takes them: images as `data:` URLs of PNG files. tool_images: `tool`, where it takes
     those of tools in their messages; `user`: they follow the results of a turn in a message of the user. Raises
     UserError: an image is not stored here."""
     sent: list[dict[str, Json]] = []

@@ -120,7 +120,7 @@ class OpenAIEngine(Engine):
         return Generation(ids, [0.0] * len(ids), finish, usage=_usage(answer.usage))
 
     def _connected(self) -> Any:
-        """Return the client of the running event loop; it is made on first use."""
+        """The client of the running event loop; it is made on first use."""
         from openai import AsyncOpenAI
 
         loop = asyncio.get_running_loop()
@@ -184,7 +184,7 @@ def _line(error: Exception) -> str:
 
 
 def _usage(counted: Json) -> dict[str, int]:
-    """Return the tokens that an endpoint counted; empty where it says nothing."""
+    """The tokens that an endpoint counted; empty where it says nothing."""
     if counted is None:
         return {}
     details = getattr(counted, "prompt_tokens_details", None)

@@ -33,7 +33,7 @@ class Bucket(NamedTuple):
 
 
 def decode_attention(q: Tensor, keys: Tensor, values: Tensor, width: int, bias: Tensor | None) -> Tensor:
-    """Return the attention of one token for each of the slots 0..n-1, [n, heads * D].
+    """The attention of one token for each of the slots 0..n-1, [n, heads * D].
 
     q: [n, heads, D]. keys, values: [slots, kv_heads, columns, D], of which the first `width` columns are read. bias:
     [n, 1, width], 0 or -inf, if rows have different lengths; else None.
@@ -51,7 +51,7 @@ def decode_attention(q: Tensor, keys: Tensor, values: Tensor, width: int, bias: 
 
 
 def chunk_attention(q: Tensor, keys: Tensor, values: Tensor, b: Bucket) -> Tensor:
-    """Return the attention of a bucket's tokens, [tokens, heads * D].
+    """The attention of a bucket's tokens, [tokens, heads * D].
 
     q: [tokens, heads, D]. keys, values: [slots, kv_heads, columns, D].
     """
@@ -74,7 +74,7 @@ def chunk_attention(q: Tensor, keys: Tensor, values: Tensor, b: Bucket) -> Tenso
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, n: int, width: int, bias: Tensor | None, buckets: list[Bucket]
 ) -> Tensor:
-    """Return the attention of all tokens of a step, n rows and then the chunks: [n + chunk tokens, heads * D].
+    """The attention of all tokens of a step, n rows and then the chunks: [n + chunk tokens, heads * D].
 
     q: [n + chunk tokens, heads, D]. The other arguments: see `decode_attention` and `chunk_attention`.
     """

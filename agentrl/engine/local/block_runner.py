@@ -108,7 +108,7 @@ class BlockRunner(CachedRunner):
         return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
     def _bias(self, positions: Ints, active: Bools, width: int) -> Tensor | None:
-        """Return the mask of rows, [n, 1, width]: 0 for computed tokens, else -inf; None if all lengths are equal."""
+        """The mask of rows, [n, 1, width]: 0 for computed tokens, else -inf; None if all lengths are equal."""
         if int(positions[active].min(initial=width - 1)) + 1 == width:
             return None
         beyond = np.arange(width) > positions[:, None]
@@ -145,7 +145,7 @@ class BlockRunner(CachedRunner):
 
 
 def _packed_bytes(model: Any) -> int:
-    """Return the size of a packed copy of the model: all but its embeddings, and its output layer even if tied."""
+    """The size of a packed copy of the model: all but its embeddings, and its output layer even if tied."""
     embed, head = model.model.embed_tokens.weight, model.lm_head.weight
     every = sum(p.nbytes for p in model.parameters())
     return int(every if head is embed else every - embed.nbytes)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def machine_bytes() -> int:
-    """Return the size of this machine's memory."""
+    """The size of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -35,7 +35,7 @@ class SlotCache:
         not recorded."""
 
     def layer(self, i: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the buffers of layer i. k, v: [N, kv_heads, D], the shape, dtype and device of new buffers."""
+        """The buffers of layer i. k, v: [N, kv_heads, D], the shape, dtype and device of new buffers."""
         while len(self.keys) <= i:
             self.keys.append(None)
             self.values.append(None)

@@ -27,7 +27,7 @@ judged by `differs_like_others` instead, as the trainer's forward is."""
 
 
 def runner_for(model: Any, routing: Routing | None = None) -> Runner:
-    """Return the fastest runner that is exact for `model`. Raises UserError if it is no causal language model, or if it
+    """The fastest runner that is exact for `model`. Raises UserError if it is no causal language model, or if it
     shall record the experts of a mixture (`routing`) that has to be sampled without a cache."""
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
@@ -48,7 +48,7 @@ def _recomputing(model: Any) -> RecomputeRunner:
 
 
 def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
-    """Return why a slot cache is not exact for this module, or None if it is.
+    """Why a slot cache is not exact for this module, or None if it is.
 
     The probe has two prompts of different lengths, each computed in two chunks, and then one decoded token.
     """
@@ -77,7 +77,7 @@ def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
 
 
 def _probe(runner: Runner, ids: Ints) -> Tensor:
-    """Return the log-probs after each chunk and after the decoded tokens, [6, vocab]. ids: [2, longest]."""
+    """The log-probs after each chunk and after the decoded tokens, [6, vocab]. ids: [2, longest]."""
     longest = ids.shape[1]
     runner.resize(2, longest)
     ends = (longest - 1, longest - 4)

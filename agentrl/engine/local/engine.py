@@ -8,15 +8,16 @@ they run in one worker thread, so that the event loop stays responsive.
 import asyncio
 import copy
 import secrets
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from agentrl.engine.base import (
+    ConstraintError,
     Engine,
     EngineError,
     Generation,
@@ -27,6 +28,7 @@ from agentrl.engine.base import (
     checked_prompt,
     tell,
 )
+from agentrl.engine.grammar import Grammars, matcher_for
 from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.sampler import key_of
@@ -35,6 +37,7 @@ from agentrl.engine.local.slots import Request
 from agentrl.errors import UserError
 from agentrl.models.lora import layers
 from agentrl.models.routing import Routing
+from agentrl.models.shape import context_of
 from agentrl.models.vision import Vision
 from agentrl.threads import in_thread
 
@@ -42,8 +45,6 @@ INLINE_SECONDS = 0.025  # maximum duration of a step in the event loop's thread
 RETURN_TICKS = 4
 """Maximum iterations of the event loop to wait before the next step after requests have finished: with an instant tool,
 their next turns arrive by then and do not miss a step."""
-
-DEFAULT_CONTEXT = 4096  # tokens, for a model whose configuration names no maximum
 
 
 class LocalEngine(Engine):
@@ -54,7 +55,8 @@ class LocalEngine(Engine):
     configuration allows and the cache can hold. cache_bytes: maximum memory of keys and values; None: a quarter of the
     machine's, or half of the free memory of a GPU. overlap: whether to sample while the trainer changes `model`
     (`rollout.overlap`): then the engine keeps a copy of the weights, which `update_weights` refreshes. routing_replay:
-    whether to tell which experts the routers of a mixture choose.
+    whether to tell which experts the routers of a mixture choose. tokenizer: what constraints are read by; without one
+    none is kept to.
 
     Raises UserError if max_batch is less than 1, the cache cannot hold one context, or the model is not a causal
     language model.
@@ -63,6 +65,7 @@ class LocalEngine(Engine):
     in_process: ClassVar[bool] = True
     streams: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
+    constrains: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class LocalEngine(Engine):
         cache_bytes: int | None = None,
         overlap: bool = False,
         routing_replay: bool = False,
+        tokenizer: Any = None,
     ) -> None:
         if max_batch < 1:
             raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
@@ -83,13 +87,14 @@ class LocalEngine(Engine):
         self.images = Vision.of(model)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
         fits = room // self._runner.token_bytes - 1
-        self._context = min(context_of(model), max_context or max(1, fits))
+        self._context = min(context_of(model.config), max_context or max(1, fits))
         if fits < self._context:
             raise UserError(
                 f"engine: {room >> 20} MiB of cache hold {max(0, fits)} tokens, fewer than one context of "
                 f"{self._context}: raise engine.args.cache_bytes or lower engine.args.max_context"
             )
         self._vocab = model.get_input_embeddings().weight.shape[0]
+        self._grammars = None if tokenizer is None else Grammars(tokenizer, self._vocab)
         self._scheduler = Scheduler(self._runner, max_batch, self._context, room)
         self._requests: dict[str, Request] = {}
         self._loop: asyncio.Task[None] | None = None
@@ -121,15 +126,17 @@ class LocalEngine(Engine):
         other sizes round differently), which can change a draw within 1e-6 of the boundary between two tokens.
 
         Raises EngineError for an empty prompt, ids outside the vocabulary, a second call for a running request, a
-        closed engine, weights that were received only in part, or an error of the model.
+        closed engine, weights that were received only in part, or an error of the model; ConstraintError for a
+        constraint that cannot be kept to.
         """
+        matcher = await matcher_for(self._grammars, sampling)
         prompt = self._checked(ids, request_id)
         room = min(sampling.max_tokens, self._context - len(prompt))
         if room <= 0:
             return Generation([], [], GenerationFinish.LENGTH, self.weight_version)
         key = secrets.randbits(64) if sampling.seed is None else key_of(sampling.seed)
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        request = Request(request_id, prompt, sampling, key, room, future, on_tokens=on_tokens)
+        request = Request(request_id, prompt, sampling, key, room, future, on_tokens=on_tokens, matcher=matcher)
         self._requests[request_id] = request
         self._scheduler.add(request)
         self._start_loop()
@@ -251,7 +258,7 @@ class LocalEngine(Engine):
         plan = scheduler.plan()
         if plan is None:
             return 0
-        began = time.perf_counter()
+        began = perf_counter()
         if self._step_seconds < INLINE_SECONDS:
             result = scheduler.compute(plan)
         else:
@@ -261,7 +268,7 @@ class LocalEngine(Engine):
                 result = await self._stepping
             finally:
                 self._stepping = None
-        self._step_seconds += 0.2 * (time.perf_counter() - began - self._step_seconds)
+        self._step_seconds += 0.2 * (perf_counter() - began - self._step_seconds)
         over = scheduler.commit(plan, *result)
         for request, new in scheduler.news() if scheduler.streaming else ():
             _tell(request, new)
@@ -280,7 +287,10 @@ class LocalEngine(Engine):
 def _deliver(request: Request, generation: Generation) -> None:
     if not request.future.done():
         _tell(request, generation.ids[request.told :])
-        request.future.set_result(generation)
+        if request.matcher is not None and request.matcher.error is not None:
+            request.future.set_exception(ConstraintError(f"the answer: {request.matcher.error}"))
+        else:
+            request.future.set_result(generation)
 
 
 def _tell(request: Request, ids: Sequence[int]) -> None:
@@ -314,16 +324,6 @@ def copy_into(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise EngineError(f"the weights do not fit the engine's model: {min(missing.values())} was not given{more}")
-
-
-def context_of(model: Any) -> int:
-    """Return the maximum context of the model's configuration in tokens, or DEFAULT_CONTEXT if it names none."""
-    config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return DEFAULT_CONTEXT
 
 
 def _default_cache_bytes(device: torch.device) -> int:

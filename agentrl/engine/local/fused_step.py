@@ -83,7 +83,7 @@ def _step(
     w: Fused, keys: list[Tensor], values: list[Tensor], ids: Tensor, rotation: Tensor, target: Tensor, n: int,
     width: int, bias: Tensor | None, buckets: list[Bucket], pick: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return the logits of all tokens, [N, vocab], or of the tokens at indices `pick`.
+    """The logits of all tokens, [N, vocab], or of the tokens at indices `pick`.
 
     ids: [N], n rows and then the chunks. rotation: complex [N, 1, D / 2]. target: [N * kv_heads], indices of their keys
     and values in the flattened cache. The other arguments: see `attention.attend`.
@@ -115,7 +115,7 @@ _compiled: Callable[..., Tensor] | None = None
 
 
 def fused_step() -> Callable[..., Tensor]:
-    """Return `_step`, compiled if TorchScript can compile it (0.5 s, once per process)."""
+    """`_step`, compiled if TorchScript can compile it (0.5 s, once per process)."""
     global _compiled
     if _compiled is None:
         with warnings.catch_warnings():
@@ -128,7 +128,7 @@ def fused_step() -> Callable[..., Tensor]:
 
 
 def fuse(weights: block.Weights) -> Fused:
-    """Return `weights` (copied and interleaved) as the lists that `_step` reads, which share their memory."""
+    """`weights` (copied and interleaved) as the lists that `_step` reads, which share their memory."""
     s, layers = weights.shape, weights.layers
     halves = [layer.gate_up.halves() for layer in layers]
     biases: list[Any] = [

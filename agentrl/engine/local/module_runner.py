@@ -81,7 +81,7 @@ class ModuleRunner(CachedRunner):
         """Do nothing: nothing is derived from the weights."""
 
     def unsupported(self) -> str | None:
-        """Return why the module cannot use a slot cache, judged by its signature and configuration; None if it can."""
+        """Why the module cannot use a slot cache, judged by its signature and configuration; None if it can."""
         if "position_ids" not in inspect.signature(self.model.forward).parameters:
             return "its forward takes no position_ids"
         if not self._kinds <= KINDS:
@@ -114,7 +114,7 @@ class ModuleRunner(CachedRunner):
         return self._call(ids, np.where(inside, positions, 0), columns, np.array([c.slot for c in chunks]), lengths)
 
     def _call(self, ids: Ints, positions: Ints, columns: Ints, rows: Ints, lengths: Ints) -> Tensor:
-        """Return the logits after the first lengths[r] tokens of each row, float32 [R, vocab].
+        """The logits after the first lengths[r] tokens of each row, float32 [R, vocab].
 
         ids, positions, columns: [R, Q]. rows: [R], the slot of each row.
         """
@@ -164,7 +164,7 @@ class ModuleRunner(CachedRunner):
         return found.reshape(tokens, self.routing.layers, -1)
 
     def _masks(self, positions: Ints, width: int) -> Any:
-        """Return the additive mask, [R, 1, Q, width], or a dictionary with one for each kind of layer."""
+        """The additive mask, [R, 1, Q, width], or a dictionary with one for each kind of layer."""
         if len(self._kinds) > 1:
             windows = {"full_attention": None, "sliding_attention": self._window}
             return {kind: self._mask(positions, width, windows[kind]) for kind in self._kinds}

@@ -49,7 +49,7 @@ class RecomputeRunner:
         """Do nothing: the ids take little memory."""
 
     def experts(self, slot: int, tokens: int) -> None:
-        """Return None: nothing is recorded."""
+        """None: nothing is recorded."""
 
     def refresh(self) -> None:
         """Do nothing: nothing is derived from the weights."""
@@ -72,7 +72,7 @@ class RecomputeRunner:
         return logits
 
     def _last(self, slots: Ints, lengths: Ints) -> Tensor:
-        """Return the logits after the first lengths[r] ids of slots[r], float32 [R, vocab]."""
+        """The logits after the first lengths[r] ids of slots[r], float32 [R, vocab]."""
         ids = torch.from_numpy(self.ids[slots, : int(lengths.max())]).to(self.device)
         last, where = np.unique(lengths - 1, return_inverse=True)
         kept = {"logits_to_keep": torch.from_numpy(last).to(self.device)} if self._keep else {}

@@ -69,7 +69,7 @@ class Runner(Protocol):
         """Free the memory of the slots."""
 
     def experts(self, slot: int, tokens: int) -> npt.NDArray[np.int16] | None:
-        """Return what the routers of a mixture chose for the first `tokens` tokens of the slot, int16
+        """What the routers of a mixture chose for the first `tokens` tokens of the slot, int16
         [tokens, layers, experts a token]; None: that was not recorded."""
 
     def refresh(self) -> None:

@@ -1,5 +1,6 @@
 """Sampling of the next token of all rows at once, by random numbers that depend only on a row's seed and position."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +40,12 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def key_of(seed: int) -> int:
-    """Return a 64-bit hash of a seed's lowest 64 bits."""
+    """A 64-bit hash of a seed's lowest 64 bits."""
     return int(_mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], U64) + _GOLDEN)[0])
 
 
 def uniforms(key: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Return one number in [0, 1 - 2^-23] per row, float32 [N], a function of (key, position) only."""
+    """One number in [0, 1 - 2^-23] per row, float32 [N], a function of (key, position) only."""
     bits = _mix(key + position.astype(U64) * _GOLDEN)
     return (bits >> U64(41)).astype(np.float32) * np.float32(2.0**-23)
 
@@ -73,8 +74,18 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
     return tokens.cpu().numpy(), logprobs.cpu().numpy()
 
 
+def constrained(logits: Tensor, allowed: Mapping[int, npt.NDArray[np.uint8]]) -> Tensor:
+    """Logits [N, vocab] that are -inf at what some rows do not allow. allowed: by rows, a bit for each token."""
+    if not allowed:
+        return logits
+    bits = np.stack([np.unpackbits(one, bitorder="little")[: logits.shape[-1]] for one in allowed.values()])
+    rows = torch.tensor(list(allowed), device=logits.device)
+    forbidden = torch.from_numpy(bits == 0).to(logits.device)
+    return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
+
+
 def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
-    """Return the first index whose cumulative p exceeds u times the total, [N, 1].
+    """The first index whose cumulative p exceeds u times the total, [N, 1].
 
     p: [N, V], not negative. u: [N, 1], in [0, 1). A GPU computes the cumulative sum in blocks, in the given type: in
     float32, rounding at the boundary of two blocks could select a token of probability 0, so float64 is used. A CPU
@@ -85,7 +96,7 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
 
 
 def _by_blocks(p: Tensor, u: Tensor) -> Tensor:
-    """Return the same as `_inverse_cdf` up to rounding: first the block, then the token in it, so that no cumulative
+    """The same as `_inverse_cdf` up to rounding: first the block, then the token in it, so that no cumulative
     sum of a whole vocabulary is written, which takes a CPU five times as long as reading it."""
     whole = p.shape[-1] // BLOCK * BLOCK
     sums = torch.cat([p[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1), p[:, whole:].sum(-1, keepdim=True)], -1)

@@ -5,7 +5,7 @@ may be stopped and slots freed, but nothing is placed or moved, so `commit` only
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from agentrl.engine.base import Generation, GenerationFinish
+from agentrl.engine.grammar import Matcher
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
-from agentrl.engine.local.sampler import Choice, sample
+from agentrl.engine.local.sampler import Choice, constrained, sample
 from agentrl.engine.local.slots import Conversation, Request, Slots
 
 FEED_TOKENS = 2048
@@ -39,6 +40,8 @@ class Plan:
     """The row of the logits for each of `slots`; None: all rows, in order."""
     choice: Choice
     """The sampling parameters of each of `slots`."""
+    matchers: Mapping[int, Matcher]
+    """Those of `slots` that are constrained, by their index."""
 
 
 class Scheduler:
@@ -69,7 +72,7 @@ class Scheduler:
         return bool(self.waiting or self._running)
 
     def requests(self) -> list[Request]:
-        """Return all requests, running and waiting."""
+        """All requests, running and waiting."""
         return [*self._running, *self.waiting]
 
     def add(self, request: Request) -> None:
@@ -81,7 +84,8 @@ class Scheduler:
         if request in self._running:
             return self._leave(request, GenerationFinish.ABORT)
         self.waiting.remove(request)
-        return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, self._versions(request, 0))
+        versions, allowed = self._versions(request, 0), _allowed(request)
+        return Generation(request.done_ids, request.done_logprobs, GenerationFinish.ABORT, versions, allowed=allowed)
 
     def cancel(self, request: Request) -> None:
         """Remove a request that is no longer awaited, unless a step has just finished it."""
@@ -139,7 +143,20 @@ class Scheduler:
             pick = np.array([*range(n), *(row for row, _ in tail)], np.int64)
             slots = np.array([*range(n), *(r.slot for r in openers)], np.int64)
             positions = np.concatenate([positions, np.array([len(r.ids) - 1 for r in openers], np.int64)])
-        return Plan(work, tuple(feeds), tuple(openers), slots, pick, rows.choice(slots, positions + 1))
+        matchers = self._matchers(slots, work)
+        return Plan(work, tuple(feeds), tuple(openers), slots, pick, rows.choice(slots, positions + 1), matchers)
+
+    def _matchers(self, slots: Ints, work: Work) -> dict[int, Matcher]:
+        """The matchers of those of `slots` that sample a token in this step, by their index."""
+        if not any(request.matcher is not None for request in self._running):
+            return {}
+        found = {}
+        for index, slot in enumerate(slots.tolist()):
+            c = self.slots.at[slot]
+            sampling = index >= len(work.ids) or bool(work.active[index])
+            if sampling and c is not None and c.running is not None and c.running.matcher is not None:
+                found[index] = c.running.matcher
+        return found
 
     def compute(self, plan: Plan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Run the model; return token and log-prob for each of plan.slots. Uses only the runner and the plan."""
@@ -149,6 +166,7 @@ class Scheduler:
                 logits = logits[torch.from_numpy(plan.pick).to(logits.device)]
             if not len(logits):
                 return np.zeros(0, np.int64), np.zeros(0, np.float32)
+            logits = constrained(logits, {row: matcher.bits() for row, matcher in plan.matchers.items()})
             return sample(logits, plan.choice)
 
     def commit(
@@ -166,11 +184,14 @@ class Scheduler:
                 kept[n + j] = rows.active[plan.slots[n + j]] = True
         if not np.isfinite(logprobs[kept]).all():
             raise FloatingPointError("the model's logits are not finite: its weights may have diverged")
+        for index, matcher in plan.matchers.items():
+            if kept[index]:
+                matcher.take(int(tokens[index]))
         ended = rows.append(plan.slots[kept], tokens[kept], logprobs[kept])
         return [self._end_turn(int(slot)) for slot in ended]
 
     def news(self) -> list[tuple[Request, list[int]]]:
-        """Return what was sampled since it was last told, of each request that wants to know."""
+        """What was sampled since it was last told, of each request that wants to know."""
         rows, found = self.slots.rows, []
         for request in self.streaming:
             assert request.slot is not None
@@ -240,7 +261,7 @@ class Scheduler:
         return None
 
     def _likest(self, ids: Ints, others: Iterable[str]) -> tuple[Conversation | None, int]:
-        """Return which conversation of `others` has computed the most of what `ids` begin with, and how much."""
+        """Which conversation of `others` has computed the most of what `ids` begin with, and how much."""
         best, most = None, 0
         for other in others:
             c = self.slots.by_id.get(other)
@@ -250,7 +271,7 @@ class Scheduler:
         return best, most
 
     def _common(self, c: Conversation, ids: Ints) -> int:
-        """Return how many of `ids`, the last one apart, the slot of `c` has computed."""
+        """How many of `ids`, the last one apart, the slot of `c` has computed."""
         known = min(int(self.slots.rows.length[c.slot]), len(c.ids), len(ids) - 1)
         differ = np.flatnonzero(c.ids[:known] != ids[:known])
         return int(differ[0]) if len(differ) else known
@@ -277,7 +298,7 @@ class Scheduler:
             self.slots.free(c)
 
     def _feed(self) -> tuple[list[Chunk], list[tuple[Request, int]]]:
-        """Return the next chunks of prompts, FEED_TOKENS at most, as in `Work.chunks` and `Plan.feeds`."""
+        """The next chunks of prompts, FEED_TOKENS at most, as in `Work.chunks` and `Plan.feeds`."""
         left, chunks, feeds = FEED_TOKENS, [], []
         for request in self._feeding:
             end = min(len(request.ids), request.fed + left)
@@ -329,7 +350,10 @@ class Scheduler:
         if request.last or not self.slots.rows.length[c.slot]:
             self.slots.free(c)
         versions = self._versions(request, len(ids))
-        return Generation(request.done_ids + ids, request.done_logprobs + logprobs, finish, versions, experts=experts)
+        return Generation(
+            request.done_ids + ids, request.done_logprobs + logprobs, finish, versions,
+            allowed=_allowed(request), experts=experts,
+        )  # fmt: skip
 
     def _detach(self, request: Request) -> Conversation:
         """Remove a request from its slot; the requests that wait for its prompt go back into the queue."""
@@ -346,8 +370,13 @@ class Scheduler:
         return c
 
     def _versions(self, request: Request, new: int) -> int | list[int]:
-        """Return the weight version of each id of a turn whose last `new` ids were sampled from the current weights, or
+        """The weight version of each id of a turn whose last `new` ids were sampled from the current weights, or
         one number if all ids have the current version."""
         if not request.done_versions:
             return self.version
         return request.done_versions + [self.version] * new
+
+
+def _allowed(request: Request) -> list[bytes] | None:
+    """Which ids were allowed at each token that was sampled of a turn; None where it is not constrained."""
+    return None if request.matcher is None else request.matcher.allowed

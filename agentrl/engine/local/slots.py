@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agentrl.engine.base import Generation, OnTokens, Sampling
+from agentrl.engine.grammar import Matcher
 from agentrl.engine.local.runner import Runner
 from agentrl.engine.local.sampler import Choice
 
@@ -53,6 +54,8 @@ class Request:
     """Is given the sampled ids as they come."""
     told: int = 0
     """Number of ids that `on_tokens` was given."""
+    matcher: Matcher | None = None
+    """Says which tokens its constraint allows; None: all of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +125,7 @@ class Rows:
         self.stops[slot, : len(sampling.stop_ids)] = sampling.stop_ids
 
     def choice(self, slots: npt.NDArray[np.int64], position: npt.NDArray[np.int64]) -> Choice:
-        """Return the sampling parameters of `slots` for their tokens at `position`, as copies: rows may change during
+        """The sampling parameters of `slots` for their tokens at `position`, as copies: rows may change during
         the step."""
         return Choice(self.key[slots], position, self.temperature[slots], self.top_p[slots], self.top_k[slots])
 
@@ -144,7 +147,7 @@ class Rows:
         return slots[over]
 
     def sampled(self, slot: int) -> tuple[list[int], list[float]]:
-        """Return the ids and log-probs sampled in this turn so far."""
+        """The ids and log-probs sampled in this turn so far."""
         n = int(self.count[slot])
         return self.ids[slot, :n].tolist(), self.logprobs[slot, :n].tolist()
 
@@ -228,7 +231,7 @@ class Slots:
         return True
 
     def _limit(self, columns: int) -> int:
-        """Return the number of slots with `columns` columns that fit into the memory."""
+        """The number of slots with `columns` columns that fit into the memory."""
         return self._bytes // (self.runner.token_bytes * (columns + 1))
 
     def _add_slots(self) -> bool:

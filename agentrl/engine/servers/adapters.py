@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.models.lora import ADAPTER, layers, target_names
-from agentrl.recipe.schema import LoraSection
+from agentrl.recipe.sections.model import LoraSection
 
 KNOWN = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 """Layers that servers of every architecture take adapters for."""
@@ -53,7 +53,7 @@ class AdapterRoom:
     """Pairs of layers: it takes an adapter for the first only where there is one for the second."""
 
     def lacks(self, needs: AdapterNeeds) -> str | None:
-        """Return why it does not take an adapter; None: it does."""
+        """Why it does not take an adapter; None: it does."""
         if not self.enabled:
             return "takes no adapters (--enable-lora)"
         if not self.files:
@@ -72,7 +72,7 @@ class AdapterRoom:
 
 
 def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
-    """Return the needs of the adapter in `model`, or of the one that `section` would put into a model of this shape;
+    """The needs of the adapter in `model`, or of the one that `section` would put into a model of this shape;
     None without an adapter."""
     if found := layers(model):
         rank = max(layer.r[ADAPTER] for layer in found.values())
@@ -83,7 +83,7 @@ def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
 
 
 def why_merged(needs: AdapterNeeds, servers: Sequence[tuple[str, AdapterRoom]]) -> str | None:
-    """Return why whole weights are sent to these servers (URL, room); None: the adapter alone is."""
+    """Why whole weights are sent to these servers (URL, room); None: the adapter alone is."""
     if needs.unknown is not None:
         return needs.unknown
     return next((f"{url} {why}" for url, room in servers if (why := room.lacks(needs)) is not None), None)

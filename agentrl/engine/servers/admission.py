@@ -34,7 +34,7 @@ class Admission:
         self._probe: Probe | None = None  # of the weights that servers hold themselves
 
     async def identify(self, client: Client) -> ServerFacts:
-        """Return what a server tells about itself. Raises UserError where it serves another model, ServerError where it
+        """What a server tells about itself. Raises UserError where it serves another model, ServerError where it
         does not answer: one line."""
         facts = await self._kind.facts(client)
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
@@ -101,7 +101,7 @@ class Admission:
             raise UserError(f"engine: with the adapter {other_weights(client, gap, probe, probe.limit)}")
 
     async def _difference(self, client: Client, probe: Probe, adapter: str | None = None) -> float:
-        """Return the mean absolute difference between its log-probs of the probe's ids and ours, in nats."""
+        """The mean absolute difference between its log-probs of the probe's ids and ours, in nats."""
         theirs = await self._kind.prompt_logprobs(client, probe.ids, adapter, self._patience)
         if len(theirs) != len(probe.ids) - 1:
             raise UserError(f"engine: {client.url} returns {len(theirs)} log-probs of a prompt of {len(probe.ids)} ids")

@@ -30,7 +30,7 @@ Ids = Sequence[int] | npt.NDArray[Any]
 
 
 def parsed(payload: bytes) -> Json:
-    """Return what a piece of an answer says. Raises ValueError: it is not JSON."""
+    """What a piece of an answer says. Raises ValueError: it is not JSON."""
     try:
         return orjson.loads(payload)
     except ValueError:
@@ -99,8 +99,12 @@ class Answer:
             new, self.told = self.ids[self.told : sure], sure
             tell(self.on_tokens, new)
 
+    def begin_anew(self) -> None:
+        """Forget what was sampled; nobody was told of it."""
+        del self.ids[:], self.logprobs[:], self.versions[:]
+
     def generation(self, finish: GenerationFinish, version: int) -> Generation:
-        """Return it as a `Generation`. version: of the weights, where no id came."""
+        """It as a `Generation`. version: of the weights, where no id came."""
         runs = self.versions
         if len({v for v, _ in runs}) <= 1:
             return Generation(self.ids, self.logprobs.tolist(), finish, runs[0][0] if runs else version)
@@ -109,7 +113,7 @@ class Answer:
 
 
 def finish_of(end: PieceEnd, answer: Answer, sampling: Sampling, room: int) -> GenerationFinish | None:
-    """Return the finish that a server's end stands for; None where it has to go on: it stopped at an id that is not one
+    """The finish that a server's end stands for; None where it has to go on: it stopped at an id that is not one
     of our stop ids."""
     if end is PieceEnd.ABORT:
         return GenerationFinish.ABORT

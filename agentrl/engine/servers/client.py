@@ -51,7 +51,7 @@ class Sessions:
         self._open: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
     def get(self) -> aiohttp.ClientSession:
-        """Return the session of the running event loop."""
+        """The session of the running event loop."""
         loop = asyncio.get_running_loop()
         session = self._open.get(loop)
         if session is None or session.closed:
@@ -83,7 +83,7 @@ class Client:
         return self.url
 
     async def get(self, path: str, *, timeout: float = 30.0) -> Json:
-        """Return the JSON that it answers (None: an empty body). Raises ServerError within `timeout` seconds."""
+        """The JSON that it answers (None: an empty body). Raises ServerError within `timeout` seconds."""
         return await self._call("GET", path, None, timeout)
 
     async def post(self, path: str, body: Mapping[str, Json], *, timeout: float = 60.0) -> Json:
@@ -177,7 +177,7 @@ def _line(error: BaseException) -> str:
 
 
 def message_of(data: bytes) -> str:
-    """Return the message in an error's body, in one line."""
+    """The message in an error's body, in one line."""
     try:
         found: Json = json.loads(data)
     except ValueError:

@@ -20,6 +20,7 @@ import torch
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.base import (
+    ConstraintError,
     Engine,
     EngineError,
     Generation,
@@ -28,6 +29,7 @@ from agentrl.engine.base import (
     OnTokens,
     Sampling,
     checked_prompt,
+    tell,
 )
 from agentrl.engine.servers.adapters import needs_of
 from agentrl.engine.servers.answer import INTERVAL, STREAM_INTERVAL, Answer, PieceEnd, Wanted, finish_of
@@ -43,7 +45,8 @@ from agentrl.images import in_image_thread
 from agentrl.models.routing import ServedExperts
 from agentrl.models.vision import Vision
 from agentrl.plugins.types import Json
-from agentrl.recipe.schema import LoraSection, Recipe
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import LoraSection
 from agentrl.weights.source import WeightSource
 
 ATTEMPTS = 8
@@ -67,6 +70,7 @@ class ServerEngine(Engine):
 
     streams: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
+    constrains: ClassVar[bool] = True
     kind: ClassVar[ServerKind]
     """What the servers speak."""
 
@@ -171,7 +175,7 @@ class ServerEngine(Engine):
 
     @classmethod
     def _refusal(cls, sampling: Sampling) -> str | None:
-        """Return why the servers cannot sample so with the log-probs that `Generation` promises; None: they can."""
+        """Why the servers cannot sample so with the log-probs that `Generation` promises; None: they can."""
         why = cls.kind.refusal(sampling)
         return None if why is None else f"engine {cls.kind.plan.program.name}: {why}"
 
@@ -201,6 +205,7 @@ class ServerEngine(Engine):
         """See `Engine.generate`. A prompt that leaves no room for an answer gives no ids and finish `length`. Raises
         EngineError on a prompt that no server may be given, and when servers failed too often.
 
+        What is sampled under `sampling.constraint` is not `trainable`: servers do not tell which ids they allowed.
         `sampling.seed` counts only where the servers run deterministic inference (no CPU does).
         """
         if (why := self._refusal(sampling)) is not None:
@@ -211,18 +216,27 @@ class ServerEngine(Engine):
         if room <= 0:
             return Generation([], [], GenerationFinish.LENGTH, self.weight_version)
         call = self._calls[request_id] = Call()
-        answer = Answer(on_tokens=on_tokens)
+        free = sampling.constraint is None
+        answer = Answer(on_tokens=on_tokens if free else None)  # what is constrained may have to begin again
         try:
             finish = await self._answer(call, prompt, answer, sampling, room, request_id)
+        except RefusedError as error:
+            if free:
+                raise
+            raise ConstraintError(f"the servers refuse the schema: {error}") from error
         finally:
             del self._calls[request_id]
         generation = answer.generation(finish, self.weight_version)
+        if not free:
+            if on_tokens is not None:
+                tell(on_tokens, generation.ids)
+            generation = replace(generation, trainable=False)
         if self._experts is None or finish is GenerationFinish.ABORT:
             return generation
         return replace(generation, experts=self._recorded(answer, len(prompt) + len(answer.ids)))
 
     def _recorded(self, answer: Answer, tokens: int) -> npt.NDArray[np.int16]:
-        """Return what the routers chose for the first of `tokens` tokens (see `Generation.experts`)."""
+        """What the routers chose for the first of `tokens` tokens (see `Generation.experts`)."""
         assert self._experts is not None
         if answer.experts is None:
             raise EngineError(f"a server does not tell which experts it chose: start it with --{EXPERTS_FLAG}")
@@ -311,6 +325,8 @@ class ServerEngine(Engine):
                 raise
             except ServerError as error:
                 failed, failures = member, failures + 1
+                if sampling.constraint is not None:  # no server goes on in the middle of a grammar
+                    answer.begin_anew()
                 await self._fleet.report_failure(member, error)
                 if failures >= ATTEMPTS:
                     raise
@@ -321,6 +337,8 @@ class ServerEngine(Engine):
                 pool.give(member)
                 answer.tell(len(answer.ids))
             member.faults = 0
+            if sampling.constraint is not None and end is PieceEnd.STOP:  # the constraint lets nothing follow
+                return GenerationFinish.STOP
             if (finish := finish_of(end, answer, sampling, room)) is not None:
                 return finish
 

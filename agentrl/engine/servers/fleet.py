@@ -300,7 +300,7 @@ class Fleet:
                 self._take_out(member, f"no sign of life for {silent:.0f} seconds, with {len(member.calls)} requests")
 
     def _recoverable(self, member: Member) -> bool:
-        """Return whether a server that is out may come back; one that we did not launch always may."""
+        """Whether a server that is out may come back; one that we did not launch always may."""
         server = self._servers.get(member)
         return server is None or server.running or self._restarts.get(member, 0) < self._settings.restarts
 
@@ -346,7 +346,7 @@ class Fleet:
 
 
 def _free(folder: Path, name: str) -> Path:
-    """Return a path for a log that no file has: a resumed run keeps its earlier logs."""
+    """A path for a log that no file has: a resumed run keeps its earlier logs."""
     names = chain([name], (f"{name}_{i}" for i in count(2)))
     return next(path for path in (folder / f"{n}.log" for n in names) if not path.exists())
 

@@ -64,7 +64,7 @@ class Probe:
     """The same, up to which it may have them, and rounds otherwise."""
 
     def on(self, dtype: str) -> "Probe":
-        """Return it for a server that computes in `dtype`."""
+        """It for a server that computes in `dtype`."""
         exact = dtype in ("", EXACT)
         return self if exact else replace(self, tolerance=LOOSE_TOLERANCE, limit=LOOSE_LIMIT)
 
@@ -80,7 +80,7 @@ def other_tokenizer(client: Client, tokenizer: Any, theirs: list[int] | None) ->
 
 
 def probe_of(model: Any, tokenizer: Any = None) -> Probe:
-    """Return a prompt that `model` (a transformers causal LM) sampled, after the opening or, without a tokenizer, ids
+    """A prompt that `model` (a transformers causal LM) sampled, after the opening or, without a tokenizer, ids
     spread over the vocabulary; and what it gives it."""
     import torch
 
@@ -105,7 +105,7 @@ def probe_of(model: Any, tokenizer: Any = None) -> Probe:
 
 
 def other_weights(client: Client, gap: float, probe: Probe, limit: float | None = None) -> str:
-    """Return the line for a server whose log-probs differ from ours. limit: what is allowed, else the tolerance."""
+    """The line for a server whose log-probs differ from ours. limit: what is allowed, else the tolerance."""
     return (
         f"{client.url} samples from other weights than model.path: the log-probs of {len(probe.logprobs)} tokens "
         f"differ by {gap:.3g} nats in the mean, and {probe.tolerance if limit is None else limit:g} is allowed"
@@ -113,7 +113,7 @@ def other_weights(client: Client, gap: float, probe: Probe, limit: float | None 
 
 
 def other_model(client: Client, info: dict[str, Json], theirs: str, ours: str) -> str:
-    """Return the line that refuses a server. info: its own facts. theirs, ours: what it and model.path have."""
+    """The line that refuses a server. info: its own facts. theirs, ours: what it and model.path have."""
     served = info.get("served_model_name") or info.get("model_path")
     return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
 
@@ -145,7 +145,7 @@ def check_sizes(client: Client, info: dict[str, Json], theirs: Any, config: Any)
 
 
 def config_at(path: str) -> Any:
-    """Return the configuration of a model that is on this machine, or None."""
+    """The configuration of a model that is on this machine, or None."""
     from transformers import AutoConfig
 
     try:

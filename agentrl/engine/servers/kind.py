@@ -40,7 +40,7 @@ class AnswerReader(ABC):
         how many ids of the answer came before they changed."""
 
     def _parsed(self, payload: bytes) -> dict[str, Json]:
-        """Return what a piece says. Raises ServerError: it is malformed, or an error."""
+        """What a piece says. Raises ServerError: it is malformed, or an error."""
         try:
             piece = parsed(payload)
         except ValueError as error:
@@ -52,14 +52,14 @@ class AnswerReader(ABC):
         return piece
 
     def _for_each(self, ids: Sequence[int], given: Json) -> list[Json]:
-        """Return what was given with the ids, as long as it is a list of as many."""
+        """What was given with the ids, as long as it is a list of as many."""
         if not isinstance(given, list) or len(given) != len(ids):
             count = len(given) if isinstance(given, list) else "no"
             raise self._malformed(f"{len(ids)} ids came with {count} log-probs")
         return given
 
     def _told_runs(self, spans: Json, total: int) -> list[tuple[int, int]]:
-        """Return the versions of this server's `total` ids, as its spans say (`end` and `version` of each)."""
+        """The versions of this server's `total` ids, as its spans say (`end` and `version` of each)."""
         covered, runs = 0, []
         for span in spans:
             if not isinstance(span, dict) or type(span.get("end")) is not int:
@@ -77,7 +77,7 @@ class AnswerReader(ABC):
         return runs
 
     def _known_end(self, kind: Json, reason: object) -> PieceEnd:
-        """Return the end of this name, which stands in `reason`."""
+        """The end of this name, which stands in `reason`."""
         if kind not in list(PieceEnd):
             raise self._malformed(f"finish_reason {reason!r} is unknown")
         return PieceEnd(kind)
@@ -114,7 +114,7 @@ class ServerKind(ABC):
 
     @abstractmethod
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
-        """Return what so many servers with these flags (names without dashes in front) take of this machine's GPUs.
+        """What so many servers with these flags (names without dashes in front) take of this machine's GPUs.
         Raises ValueError for a flag that should be a number and is not."""
 
     def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
@@ -158,7 +158,7 @@ class ServerKind(ABC):
     async def prompt_logprobs(
         self, client: Client, ids: Sequence[int], adapter: str | None, timeout: float
     ) -> list[float]:
-        """Return its natural log-probs of ids[1:], at temperature 1. adapter: name of one that it holds. timeout:
+        """Its natural log-probs of ids[1:], at temperature 1. adapter: name of one that it holds. timeout:
         seconds to answer. Raises UserError where it gives none."""
 
     @abstractmethod
@@ -166,26 +166,26 @@ class ServerKind(ABC):
         """Raise ServerError unless it samples a token within `timeout` seconds."""
 
     def refusal(self, sampling: Sampling) -> str | None:
-        """Return why servers of this kind cannot sample so with the log-probs that `Generation` promises; None: they
+        """Why servers of this kind cannot sample so with the log-probs that `Generation` promises; None: they
         can."""
         return None
 
     @abstractmethod
     def body(self, wanted: Wanted, features: Features) -> dict[str, Json]:
-        """Return the body that asks for more tokens, as a stream."""
+        """The body that asks for more tokens, as a stream."""
 
     @abstractmethod
     def pictured(self, keyed: Sequence[int], pictures: Pictures, features: Features) -> dict[str, Json]:
-        """Return what a body has in place of the ids, and besides them, for ids of which some are those of images (see
+        """What a body has in place of the ids, and besides them, for ids of which some are those of images (see
         `agentrl.images.keyed`). Raises EngineError where servers cannot be given them."""
 
     def lost_adapter(self, error: ServerError, adapter: str) -> bool:
-        """Return whether a refusal says that the server does not know `adapter`."""
+        """Whether a refusal says that the server does not know `adapter`."""
         return adapter in str(error)
 
     @abstractmethod
     def abort(self, rid: str) -> tuple[str, dict[str, Json]]:
-        """Return path and body that end a request: what was sampled of it is still sent."""
+        """Path and body that end a request: what was sampled of it is still sent."""
 
 
 def _dotted(version: Sequence[int]) -> str:

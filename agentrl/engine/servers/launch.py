@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.errors import UserError
+from agentrl.models.shape import context_of
 from agentrl.weights.addresses import LOOPBACK
 
 CACHE_BYTES = 1 << 30
@@ -94,7 +95,7 @@ class LaunchPlan(ABC):
         return self.flag("host") or self.listen
 
     def flag(self, name: str) -> str | None:
-        """Return the recipe's value of a flag."""
+        """The recipe's value of a flag."""
         value = self._given().get(name)
         return None if value is None else str(value)
 
@@ -104,25 +105,25 @@ class LaunchPlan(ABC):
         """Whether the servers take the run's adapter."""
 
     def launch(self, port: int, index: int) -> tuple[list[str], list[str]]:
-        """Return the whole command of server `index` (0, 1, ...) on `port`, and the one that removes what outlives
+        """The whole command of server `index` (0, 1, ...) on `port`, and the one that removes what outlives
         it."""
         words = self.arguments(port, index)
         return contained(words, self._variables(index), self.model_path) if is_container(words) else (words, [])
 
     def arguments(self, port: int, index: int) -> list[str]:
-        """Return the command of the recipe with all flags."""
+        """The command of the recipe with all flags."""
         return [*self.command, *self._words(self._own_flags(port, index) | self._given())]
 
     def _words(self, flags: Flags) -> list[str]:
-        """Return what follows the command."""
+        """What follows the command."""
         return flag_words(flags)
 
     @abstractmethod
     def _own_flags(self, port: int, index: int) -> dict[str, Flag | list[str]]:
-        """Return our flags of server `index`, those of the recipe aside."""
+        """Our flags of server `index`, those of the recipe aside."""
 
     def environment(self, index: int = 0) -> dict[str, str]:
-        """Return this process's environment with the variables of server `index`. One of a virtual environment gets
+        """This process's environment with the variables of server `index`. One of a virtual environment gets
         that of its own in place of ours: it compiles kernels with what is on PATH."""
         inherited = dict(os.environ)
         if (venv := venv_of(self.command)) is not None:
@@ -134,12 +135,12 @@ class LaunchPlan(ABC):
         return {**inherited, **self._variables(index)}
 
     def _libraries(self, venv: Path) -> list[str]:
-        """Return folders of a virtual environment in which the loader is to look first."""
+        """Folders of a virtual environment in which the loader is to look first."""
         return []
 
     @abstractmethod
     def _variables(self, index: int) -> dict[str, str]:
-        """Return the environment variables of server `index`, ours and the recipe's."""
+        """The environment variables of server `index`, ours and the recipe's."""
 
     def _given(self) -> dict[str, Flag]:
         return plain_flags(self.flags)
@@ -149,7 +150,7 @@ class LaunchPlan(ABC):
 
 
 def venv_of(command: Sequence[str]) -> Path | None:
-    """Return the virtual environment whose Python these words start, as `launch_command` writes them; None: another
+    """The virtual environment whose Python these words start, as `launch_command` writes them; None: another
     program."""
     program = Path(command[0])
     is_venv = program.name.startswith("python") and (program.parent.parent / "pyvenv.cfg").is_file()
@@ -157,7 +158,7 @@ def venv_of(command: Sequence[str]) -> Path | None:
 
 
 def nccl_version(venv: Path) -> tuple[int, ...]:
-    """Return the version of NCCL that torch has in a virtual environment; empty: it has none, or does not say."""
+    """The version of NCCL that torch has in a virtual environment; empty: it has none, or does not say."""
     done = subprocess.run(
         [str(venv / "bin" / "python"), "-c", "import torch; print(*torch.cuda.nccl.version())"],
         capture_output=True, text=True, check=False,
@@ -167,12 +168,12 @@ def nccl_version(venv: Path) -> tuple[int, ...]:
 
 
 def plain_flags(flags: Mapping[str, Flag]) -> dict[str, Flag]:
-    """Return flags by their names as servers write them: `tp_size` and `--tp-size` are `tp-size`."""
+    """Flags by their names as servers write them: `tp_size` and `--tp-size` are `tp-size`."""
     return {key.replace("_", "-").removeprefix("--"): value for key, value in flags.items()}
 
 
 def flag_words(flags: Flags) -> list[str]:
-    """Return the words of flags; `true` is a flag without a value, `false` and `null` leave one out."""
+    """The words of flags; `true` is a flag without a value, `false` and `null` leave one out."""
     words = []
     for key, value in flags.items():
         if value is True:
@@ -185,7 +186,7 @@ def flag_words(flags: Flags) -> list[str]:
 
 
 def launch_command(command: str | None, venv: str | None, program: Program) -> tuple[str, ...]:
-    """Return the words that start a server, up to its flags. Raises UserError where nothing says what does, or it is
+    """The words that start a server, up to its flags. Raises UserError where nothing says what does, or it is
     not there."""
     if command is not None:
         words = shlex.split(command)
@@ -222,16 +223,15 @@ def _check_release(venv: Path, program: Program) -> None:
 
 
 def sizes_of(model: Any) -> tuple[int, int]:
-    """Return (bytes of keys and values a token in float32, context in tokens) of a transformers model."""
+    """(bytes of keys and values a token in float32, context in tokens) of a transformers model."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    context = getattr(config, "max_position_embeddings", None) or 4096
-    return 2 * 4 * config.num_hidden_layers * heads * size, context
+    return 2 * 4 * config.num_hidden_layers * heads * size, context_of(config)
 
 
 def is_container(command: Sequence[str]) -> bool:
-    """Return whether these words run a container."""
+    """Whether these words run a container."""
     return Path(command[0]).name in RUNTIMES and _RUN in command[1:]
 
 
@@ -245,7 +245,7 @@ def check_container(command: Sequence[str]) -> None:
 
 
 def contained(command: Sequence[str], variables: Collection[str], model_path: str) -> tuple[list[str], list[str]]:
-    """Return the words that start a container, and those that remove it, which is needed because it does not end with
+    """The words that start a container, and those that remove it, which is needed because it does not end with
     the client that started it.
 
     The container shares the network of its machine, gets `variables` of the client's environment, and sees a model
@@ -265,5 +265,5 @@ def contained(command: Sequence[str], variables: Collection[str], model_path: st
 
 
 def _options(command: Sequence[str]) -> set[str]:
-    """Return the names of the options in a command."""
+    """The names of the options in a command."""
     return {word.partition("=")[0] for word in command if word.startswith("-")}

@@ -50,7 +50,7 @@ class Pictures:
         return Pictured(np.where(ids < 0, self.input.placeholder, ids).tolist(), spans)
 
     def encoded(self, form: str, key: str, encode: Callable[[str], str]) -> str:
-        """Return what `encode` makes of the image `key`. form: names what that is."""
+        """What `encode` makes of the image `key`. form: names what that is."""
         if (made := self._made.get((form, key))) is None:
             made = encode(key)
             self._made.put((form, key), made, len(made))

@@ -105,7 +105,7 @@ class Call:
         self._end_in(0.0)
 
     def take_error(self) -> ServerError:
-        """Return why it was cut, once."""
+        """Why it was cut, once."""
         error, self._error = self._error, None
         return error or ServerError("the request was cut")
 

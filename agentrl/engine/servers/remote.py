@@ -55,7 +55,7 @@ class ServerHost:
         self._doing = line
 
     async def doing(self) -> str:
-        """Return what it does as it starts."""
+        """What it does as it starts."""
         return self._doing
 
     async def ended(self) -> str:
@@ -155,7 +155,7 @@ class RemoteServer(LaunchedServer):
         self._ended = self._actor.ended.remote()
 
     async def _doing(self, waited: float) -> str:
-        """Return what the server does; its machine may still be starting the actor."""
+        """What the server does; its machine may still be starting the actor."""
         asked = asyncio.ensure_future(_answer(self._actor.doing.remote()))
         done, _ = await asyncio.wait({asked}, timeout=POLL_SECONDS)
         asked.cancel()

@@ -176,7 +176,7 @@ class Server(LaunchedServer):
         self._log_start = 0
 
     def reason(self) -> str:
-        """Return the line of its log that says best why it ended."""
+        """The line of its log that says best why it ended."""
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line or "error:" in line]
         return (errors or lines or ["it wrote nothing"])[-1][:300]
@@ -186,7 +186,7 @@ class Server(LaunchedServer):
         return lines[-1].strip()[:100] if lines else ""
 
     def _output(self) -> str:
-        """Return the end of what this launch wrote."""
+        """The end of what this launch wrote."""
         if not self.log.exists():
             return ""
         with self.log.open("rb") as file:
@@ -195,7 +195,7 @@ class Server(LaunchedServer):
 
 
 def free_port(host: str = LOOPBACK) -> int:
-    """Return a free port of this machine, below those that the system hands out by itself: the server binds it a minute
+    """A free port of this machine, below those that the system hands out by itself: the server binds it a minute
     later. Raises UserError where `host` is not an address of it."""
     address = "" if host in ANY else host
     try:
@@ -212,7 +212,7 @@ def free_port(host: str = LOOPBACK) -> int:
 
 
 def _ephemeral_ports() -> int:
-    """Return the lowest port that the system gives a socket that asks for none."""
+    """The lowest port that the system gives a socket that asks for none."""
     try:
         lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="utf-8").split()[0])
     except (OSError, ValueError, IndexError):

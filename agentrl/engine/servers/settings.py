@@ -97,7 +97,7 @@ class Settings:
         devices: Sequence[Sequence[int]] = (),
         dtype: str | None = None,
     ) -> LaunchPlan | None:
-        """Return how to launch servers for `model`, a transformers module at `model_path`; None where they run already.
+        """How to launch servers for `model`, a transformers module at `model_path`; None where they run already.
         kind: of the servers. cluster: address of the Ray cluster whose machines are to reach them. devices, dtype: see
         `LaunchPlan`. Raises UserError where nothing says what launches one."""
         if self.urls:
@@ -129,13 +129,13 @@ class Settings:
         return replace(plan, key=plan.flag("api-key") or (None if alone else new_key(kind.program.key_variable)))
 
     def key(self, plan: LaunchPlan | None, variable: str = KEY_VARIABLE) -> str | None:
-        """Return the key that is sent with every request. variable: environment variable that has that of servers
+        """The key that is sent with every request. variable: environment variable that has that of servers
         which run already."""
         return given_key(variable) if plan is None else plan.key
 
 
 def settings_of(args: Mapping[str, Json]) -> Settings:
-    """Return the settings that these `engine.args` say. Raises UserError."""
+    """The settings that these `engine.args` say. Raises UserError."""
     urls = args.get("urls") or ()
     urls = (urls,) if isinstance(urls, str) else tuple(urls)
     return Settings(**{**args, "urls": urls, "flags": args.get("flags") or {}})

@@ -65,7 +65,7 @@ class Sync:
         self._baseless = set(foreign) if self.apart else set()
 
     def adapter_of(self, url: str) -> tuple[str, int] | None:
-        """Return the adapter that a request to this server has to name, and its version; None: the server's own
+        """The adapter that a request to this server has to name, and its version; None: the server's own
         weights."""
         return self._adapters.get(url)
 

@@ -48,6 +48,7 @@ class SglangPlan(LaunchPlan):
             "max-running-requests": self.max_batch,
             "incremental-streaming-output": True,
             "skip-server-warmup": True,
+            "constrained-json-disable-any-whitespace": True,  # a model that may write any may write it for ever
             "api-key": self.key,
         }
         if self.cpu:
@@ -55,7 +56,7 @@ class SglangPlan(LaunchPlan):
                 "device": "cpu",
                 "attention-backend": "torch_native",
                 "sampling-backend": "pytorch",
-                "grammar-backend": "none",
+                "grammar-backend": "xgrammar",
                 "max-total-tokens": self._cpu_tokens(),
                 "sleep-on-idle": True,  # its polling takes a core from the trainer
             }
@@ -66,14 +67,14 @@ class SglangPlan(LaunchPlan):
         return flags
 
     def arguments(self, port: int, index: int) -> list[str]:
-        """Return the command of the recipe with all flags."""
+        """The command of the recipe with all flags."""
         flags = self._own_flags(port, index) | self._given()
         if not self.cpu:
             flags["base-gpu-id"] = self._first_device(index)
         return [*self.command, *self._words(flags)]
 
     def _first_device(self, index: int) -> int:
-        """Return the first GPU of server `index`: by the table of the run's devices, or one server after the other."""
+        """The first GPU of server `index`: by the table of the run's devices, or one server after the other."""
         if index < len(self.devices) and self.devices[index]:
             return self.devices[index][0]
         given = self._given()
@@ -118,14 +119,14 @@ def _adapter_flags(needs: AdapterNeeds, cpu: bool) -> dict[str, Json]:
 
 
 def cuda_libraries(venv: Path) -> list[str]:
-    """Return the folders with the CUDA libraries that pip installed into a virtual environment. The loader does not
+    """The folders with the CUDA libraries that pip installed into a virtual environment. The loader does not
     look there for what the hook of SGLang's memory saver needs, which is loaded before anything else (LD_PRELOAD)."""
     found = venv.glob("lib/python*/site-packages/nvidia/*/lib")
     return sorted(str(folder) for folder in found if any(folder.glob("libcudart.so*")))
 
 
 def memory_saver_fault(venv: Path, environment: Mapping[str, str]) -> str | None:
-    """Return why processes of SGLang's memory saver would not start there, in the loader's words; None: they do. Tries
+    """Why processes of SGLang's memory saver would not start there, in the loader's words; None: they do. Tries
     its hooks, those for the CUDA of that torch where they say which they are for."""
     site = next(iter(venv.glob("lib/python*/site-packages")), venv)
     version = site / "torch" / "version.py"
@@ -146,15 +147,15 @@ def memory_saver_fault(venv: Path, environment: Mapping[str, str]) -> str | None
 
 
 def ranks_of(flags: Mapping[str, Flag]) -> int:
-    """Return the GPUs of one server: tensor x pipeline parallelism. Raises ValueError for what is no number."""
+    """The GPUs of one server: tensor x pipeline parallelism. Raises ValueError for what is no number."""
     return tensors_of(flags) * stages_of(flags)
 
 
 def tensors_of(flags: Mapping[str, Flag]) -> int:
-    """Return the GPUs that share each layer of a server. Raises ValueError for what is no number."""
+    """The GPUs that share each layer of a server. Raises ValueError for what is no number."""
     return int(flags.get("tp-size") or flags.get("tp") or flags.get("tensor-parallel-size") or 1)
 
 
 def stages_of(flags: Mapping[str, Flag]) -> int:
-    """Return the stages of a server's pipeline. Raises ValueError for what is no number."""
+    """The stages of a server's pipeline. Raises ValueError for what is no number."""
     return int(flags.get("pp-size") or flags.get("pp") or flags.get("pipeline-parallel-size") or 1)

@@ -16,6 +16,7 @@ from agentrl.engine.base import EngineError
 from agentrl.engine.servers.answer import INTEGERS, INTERVAL, NUMBERS, Features, PieceEnd, Wanted
 from agentrl.engine.servers.kind import AnswerReader
 from agentrl.engine.servers.pictures import Pictures
+from agentrl.engine.servers.structured import json_only, structural_tag
 from agentrl.models.image_input import ImageInput
 from agentrl.plugins.types import Json
 
@@ -25,7 +26,7 @@ where somebody reads along."""
 
 
 def request_body(wanted: Wanted, features: Features) -> dict[str, Json]:
-    """Return the body that asks for more tokens.
+    """The body that asks for more tokens.
 
     Every parameter is given, so that no default of the server or of the model's generation config applies. At
     temperature 0 it reports log-probs at temperature 1, as the contract says.
@@ -49,6 +50,10 @@ def request_body(wanted: Wanted, features: Features) -> dict[str, Json]:
     }
     if features.seeds and sampling.seed is not None:
         parameters["sampling_seed"] = sampling.seed
+    if sampling.constraint is not None:
+        schema = json_only(sampling.constraint)
+        form = {"structural_tag": structural_tag(sampling.constraint)} if schema is None else {"json_schema": schema}
+        parameters |= form
     body = {
         "input_ids": wanted.ids, "sampling_params": parameters, "return_logprob": True, "stream": True,
         "rid": wanted.rid,
@@ -57,7 +62,7 @@ def request_body(wanted: Wanted, features: Features) -> dict[str, Json]:
 
 
 def pictured(keyed: Sequence[int], pictures: Pictures) -> dict[str, Json]:
-    """Return the ids, in which one placeholder stands for an image, and the images: the server expands placeholders
+    """The ids, in which one placeholder stands for an image, and the images: the server expands placeholders
     itself. Raises EngineError where there are more placeholders than images."""
     ids, spans = pictures.read(keyed)
     placeholder = pictures.input.placeholder
@@ -74,7 +79,7 @@ def pictured(keyed: Sequence[int], pictures: Pictures) -> dict[str, Json]:
 
 
 def _sized(image_input: ImageInput, key: str) -> str:
-    """Return an image as a `data:` URL, of the size that the model is given: versions of Pillow do not all give the
+    """An image as a `data:` URL, of the size that the model is given: versions of Pillow do not all give the
     same pixels where they resize."""
     patches, (_, height, width) = image_input.raw(key)
     side, merged = int(image_input.processor.patch_size), int(image_input.processor.merge_size)
@@ -116,7 +121,7 @@ class Reader(AnswerReader):
         """Do nothing: each piece names the weights that sampled it."""
 
     def _new(self, ids: list[int], meta: Mapping[str, Json]) -> tuple[list[int], list[float]]:
-        """Return the ids of a piece that are new, and their log-probs."""
+        """The ids of a piece that are new, and their log-probs."""
         have = len(self._answer.ids) - self._start
         new = meta.get("completion_tokens", have + len(ids)) - have
         if new == 0:
@@ -136,7 +141,7 @@ class Reader(AnswerReader):
         return ids, logprobs
 
     def _runs_with(self, new: int, meta: Mapping[str, Json]) -> list[tuple[int, int]]:
-        """Return the versions of all of this server's ids, with `new` more: by the last piece's spans, until then by
+        """The versions of all of this server's ids, with `new` more: by the last piece's spans, until then by
         the version that each piece names."""
         if self._fixed or not (spans := meta.get("weight_versions")):
             name = str(meta.get("weight_version"))
@@ -156,7 +161,7 @@ class Reader(AnswerReader):
 
 
 def _first_wrong(ids: list[Json], pairs: list[Json]) -> str:
-    """Return a line about the first id whose log-prob is not one of it."""
+    """A line about the first id whose log-prob is not one of it."""
     for token, pair in zip(ids, pairs, strict=True):
         value = pair[0] if isinstance(pair, list) and len(pair) > 1 and pair[1] == token else None
         if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):

@@ -59,6 +59,8 @@ class VllmPlan(LaunchPlan):
             "enable-scale-out": True,
             "disable-uvicorn-access-log": True,
             "api-key": self.key,
+            # a model that may write any white space may write it for ever
+            "structured-outputs-config": json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
         }
         if self.key is not None:
             flags["middleware"] = "agentrl_guard.RequireKey"
@@ -110,14 +112,14 @@ class VllmPlan(LaunchPlan):
         return self.cpu and not is_container(self.command)
 
     def _devices(self, index: int) -> Sequence[int]:
-        """Return the GPUs of server `index`: by the table of the run's devices, or one server after the other."""
+        """The GPUs of server `index`: by the table of the run's devices, or one server after the other."""
         if index < len(self.devices) and self.devices[index]:
             return self.devices[index]
         each = gpus_of(self._given())
         return range(index * each, (index + 1) * each)
 
     def _cache_bytes(self) -> int:
-        """Return room for the keys and values of all requests, or CACHE_BYTES where that is less."""
+        """Room for the keys and values of all requests, or CACHE_BYTES where that is less."""
         one = self.context * self.token_bytes
         return max(2 * one, min(self.max_batch * one, CACHE_BYTES))
 
@@ -128,7 +130,7 @@ def _adapter_flags(needs: AdapterNeeds) -> dict[str, Flag]:
 
 
 def gpus_of(flags: Mapping[str, Json]) -> int:
-    """Return how many GPUs a server with these flags takes. Raises ValueError for one that is no number."""
+    """How many GPUs a server with these flags takes. Raises ValueError for one that is no number."""
     names = (("tensor-parallel-size", "tp"), ("pipeline-parallel-size", "pp"), ("data-parallel-size", "dp"))
     count = 1
     for long, short in names:

@@ -158,7 +158,7 @@ def _one_token(ids: Sequence[int], adapter: str | None = None, **parameters: Any
 
 
 async def _knows(client: Client, token: int, timeout: float) -> bool:
-    """Return whether an id is in its vocabulary: it refuses to be restricted to another."""
+    """Whether an id is in its vocabulary: it refuses to be restricted to another."""
     try:
         await client.post(PATH, _one_token([0], allowed_token_ids=[token]), timeout=timeout)
     except RefusedError as error:

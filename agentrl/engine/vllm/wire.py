@@ -4,6 +4,7 @@ That route, not `/v1/completions`: there each log-prob names its token, the last
 tokens, and every parameter is the engine's own, none filled in from OpenAI's defaults or the model's generation config.
 """
 
+import json
 import math
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from agentrl.engine.servers.answer import INTEGERS, NUMBERS, Answer, Features, PieceEnd, Wanted
 from agentrl.engine.servers.kind import AnswerReader
 from agentrl.engine.servers.pictures import Pictures
+from agentrl.engine.servers.structured import json_only, structural_tag
 from agentrl.models.image_input import ImageInput
 from agentrl.plugins.types import Json
 
@@ -32,7 +34,7 @@ _TOKEN, _LOGPROB = itemgetter("token_id"), itemgetter("logprob")
 
 
 def request_body(wanted: Wanted, features: Features) -> dict[str, Json]:
-    """Return the body that asks for more tokens.
+    """The body that asks for more tokens.
 
     At temperature 0 the server reports log-probs at temperature 1, as the contract says.
     """
@@ -50,12 +52,16 @@ def request_body(wanted: Wanted, features: Features) -> dict[str, Json]:
     }
     if features.seeds and sampling.seed is not None:
         parameters["seed"] = sampling.seed
+    if sampling.constraint is not None:
+        schema, tag = json_only(sampling.constraint), structural_tag(sampling.constraint)
+        form = {"structural_tag": tag} if schema is None else {"json": json.loads(schema)}
+        parameters["structured_outputs"] = form
     body = {"token_ids": wanted.ids, "sampling_params": parameters, "stream": True, "request_id": wanted.rid}
     return body if wanted.adapter is None else {**body, "model": wanted.adapter}
 
 
 def pictured(keyed: Sequence[int], pictures: Pictures, raw_pixels: bool) -> dict[str, Json]:
-    """Return the ids, and with them where the images stand, their hashes and their pixels."""
+    """The ids, and with them where the images stand, their hashes and their pixels."""
     ids, spans = pictures.read(keyed)
     form = "bytes" if raw_pixels else "normalized"
     item = lambda key: _item(pictures.input, key, raw_pixels)  # noqa: E731
@@ -68,7 +74,7 @@ def pictured(keyed: Sequence[int], pictures: Pictures, raw_pixels: bool) -> dict
 
 
 def _item(image_input: ImageInput, key: str, raw_pixels: bool) -> str:
-    """Return an image as vLLM's `MultiModalKwargsItem` is serialized: fields with tensors and how they are batched."""
+    """An image as vLLM's `MultiModalKwargsItem` is serialized: fields with tensors and how they are batched."""
     patches, grid = image_input.raw(key) if raw_pixels else image_input.pixels(key)
     flat = ["flat", {"keep_on_cpu": False, "slices": [[0, len(patches), None]], "dim": 0}]
     fields = {
@@ -143,7 +149,7 @@ class VllmReader(AnswerReader):
         return logprobs
 
     def _runs_with(self, new: int, spans: Json) -> list[tuple[int, int]]:
-        """Return the versions of all of this server's ids, with `new` more: by the last piece's spans, until then those
+        """The versions of all of this server's ids, with `new` more: by the last piece's spans, until then those
         of the start."""
         total = len(self._answer.ids) - self._start + new
         if self._fixed or not spans:
@@ -157,7 +163,7 @@ class VllmReader(AnswerReader):
 
 
 def _first_wrong(ids: list[Json], content: list[Json]) -> str:
-    """Return a line about the first id whose log-prob is not one of it."""
+    """A line about the first id whose log-prob is not one of it."""
     for token, entry in zip(ids, content, strict=True):
         value = entry.get("logprob") if isinstance(entry, dict) and entry.get("token_id") == token else None
         if type(token) is not int or not isinstance(value, float | int) or not math.isfinite(value):

@@ -68,7 +68,10 @@ function ofTurn(sample, turn) {
     if (sample.advantages) found.push(`advantage ${number(mean(sample.advantages, turn.start, turn.end))}`);
   }
   if (turn.reward) found.push(`step reward ${number(turn.reward)}`);
-  if (turn.trained === false) found.push("not trained");
+  const call = sample.calls?.[turn.index];
+  if (call?.role) found.unshift(`seat ${call.role}`);
+  if (call?.asked && Object.keys(call.asked).length) found.push(`asked for ${JSON.stringify(call.asked)}`);
+  if (turn.trained === false) found.push(call?.untrained ? `not trained: ${call.untrained.replaceAll("_", " ")}` : "not trained");
   return found;
 }
 

@@ -1,7 +1,6 @@
 """Weights through a folder that trainer and servers both see."""
 
 import contextlib
-import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 
 from agentrl.errors import UserError
+from agentrl.jsonable import dumps
 from agentrl.threads import in_thread
 from agentrl.weights.server import WeightServer
 from agentrl.weights.source import WeightSource, buckets
@@ -63,7 +63,7 @@ class DiskTransport:
             index |= dict.fromkeys((name for name, _ in batch), shard)
             size += sum(tensor.nbytes for _, tensor in batch)
         content = {"metadata": {"total_size": size}, "weight_map": index}
-        (aside / "model.safetensors.index.json").write_text(json.dumps(content), encoding="utf-8")
+        (aside / "model.safetensors.index.json").write_text(dumps(content), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
         return final

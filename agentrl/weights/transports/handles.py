@@ -87,7 +87,7 @@ class PackedBuffer:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
 
     def handle(self, url: str) -> tuple[Any, ...]:
-        """Return what opens it for the server at `url`: the same until it has to grow."""
+        """What opens it for the server at `url`: the same until it has to grow."""
         if url not in self._handles:
             self._handles[url] = exported(self._bytes)
         return self._handles[url]

@@ -58,7 +58,7 @@ class GroupTransport:
     async def _attempt(
         self, servers: Sequence[WeightServer], weights: WeightSource, failures: Failures, flush: bool
     ) -> list[WeightServer]:
-        """Return the servers that did not fail but did not get everything either, because another one failed."""
+        """The servers that did not fail but did not get everything either, because another one failed."""
         batches = buckets(weights, self._limit)
         batch = await in_thread(next, batches, None)
         group = await self._joined(servers, batch[0][1].device, failures) if servers and batch else None
@@ -70,7 +70,7 @@ class GroupTransport:
         return [] if group is not None else [s for s in servers if s.url not in failures]
 
     async def _joined(self, servers: Sequence[WeightServer], device: torch.device, failures: Failures) -> Group | None:
-        """Return the group of exactly these servers: the one that stands, or a new one."""
+        """The group of exactly these servers: the one that stands, or a new one."""
         if self._group is not None and {s.url for s in self._group.servers} == {s.url for s in servers}:
             return self._group
         await self.close()

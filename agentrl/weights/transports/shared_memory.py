@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions as _reductions
 
+from agentrl.models.load import on_gpu
+from agentrl.recipe.schema import Recipe
 from agentrl.threads import in_thread
 from agentrl.weights.server import WeightServer
 from agentrl.weights.source import NamedTensor, WeightSource, buckets
@@ -90,7 +92,7 @@ class SharedMemoryTransport:
 async def _load(
     payload: Callable[[], str], servers: list[WeightServer], failures: Failures, flush: bool
 ) -> list[WeightServer]:
-    """Return the servers that took a bucket."""
+    """The servers that took a bucket."""
 
     async def load(server: WeightServer) -> None:
         ranks = (await server.facts()).ranks  # each opens the bucket itself
@@ -190,7 +192,7 @@ def _reduce_cuda(tensor: Tensor) -> Any:
 
 
 def exported(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the arguments of torch's `rebuild_cuda_tensor`, by which another process opens a tensor of a GPU; the
+    """The arguments of torch's `rebuild_cuda_tensor`, by which another process opens a tensor of a GPU; the
     seventh is the GPU's UUID. One process may open it, as often as it likes before it lets go: torch counts each call
     here as one that holds the memory."""
     _, arguments = reductions.reduce_tensor(tensor)
@@ -200,7 +202,7 @@ def exported(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def readable(handle: bytes) -> bytes:
-    """Return a handle of CUDA IPC that older versions of torch read too. Its first byte is the version of its layout, 3
+    """A handle of CUDA IPC that older versions of torch read too. Its first byte is the version of its layout, 3
     since torch 2.13, its second the kind of memory; that of plain memory (`c`) is laid out as in version 2, and a
     reader refuses only what is newer than itself."""
     plain = len(handle) > 1 and handle[0] > PLAIN_VERSION and handle[1:2] == b"c"
@@ -211,7 +213,7 @@ def readable(handle: bytes) -> bytes:
 def plain_segments() -> Iterator[None]:
     """Allocate GPU memory inside such that another process can open it. Expandable segments can be opened only where
     the system lets processes trace each other, which few do."""
-    settings = _expandable_settings(os.environ)
+    settings = _expandable_settings()
     if settings is None:
         yield
         return
@@ -223,13 +225,23 @@ def plain_segments() -> Iterator[None]:
 
 
 def without_expandable(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that ask for expandable segments, changed to ask for plain ones. SGLang's memory saver
+    """The variables that ask for expandable segments, changed to ask for plain ones. SGLang's memory saver
     cannot release expandable ones."""
     asking = {name: environment[name] for name in ALLOCATOR if EXPANDABLE in environment.get(name, "")}
     return {name: value.replace(EXPANDABLE, PLAIN) for name, value in asking.items()}
 
 
-def _expandable_settings(environment: Mapping[str, str]) -> str | None:
-    """Return the allocator's settings where they ask for expandable segments."""
-    value = next((environment[name] for name in ALLOCATOR if name in environment), "")
+def _expandable_settings() -> str | None:
+    """The allocator's settings where they ask for expandable segments."""
+    value = next((os.environ[name] for name in ALLOCATOR if name in os.environ), None)
+    if value is None:
+        value = torch._C._accelerator_getAllocatorSettings()
     return value if EXPANDABLE in value else None
+
+
+def expand_segments(recipe: Recipe) -> None:
+    """Have a trainer of this process allocate GPU memory in expandable segments, since micro-batches differ in size and
+    blocks would fragment, unless the user chose otherwise. To be called before CUDA is initialized. Servers that this
+    process launches do not inherit it."""
+    if on_gpu(recipe) and not recipe.cluster.used and not any(name in os.environ for name in ALLOCATOR):
+        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)

@@ -54,7 +54,7 @@ class Shared:
         self._change = Condition()
 
     def next_for(self, branch: "Branch") -> NamedTensor | None:
-        """Return the next tensor for a reader, None after the last; waits for the others to come as far. Raises what
+        """The next tensor for a reader, None after the last; waits for the others to come as far. Raises what
         reading raised, for each reader."""
         others = [other for other in self.branches if other is not branch]
         with self._change:
@@ -109,7 +109,7 @@ class Branch(WeightSource):
         self.leave()
 
     def intact(self) -> bool:
-        """Return whether the underlying weights are intact."""
+        """Whether the underlying weights are intact."""
         return self._shared.weights.intact()
 
     def leave(self) -> None:

@@ -50,7 +50,7 @@ class Chart:
 
     @classmethod
     def draft(cls, rng: Random) -> "Chart":
-        """Return a chart; no two numbers of a series, or of a label, are the same."""
+        """A chart; no two numbers of a series, or of a label, are the same."""
         kind = rng.choice(KINDS)
         title = rng.choice(sorted(_TOPICS))
         if kind == "lines":
@@ -64,11 +64,11 @@ class Chart:
         return cls(kind, title, labels, (title,), (numbers,))
 
     def value(self, mark: Mark) -> int:
-        """Return the number of a mark."""
+        """The number of a mark."""
         return self.values[mark[0]][mark[1]]
 
     def box(self, mark: Mark) -> Box:
-        """Return a part of the picture in which the number of a mark stands."""
+        """A part of the picture in which the number of a mark stands."""
         x, y = _place(self, mark)
         left, top = (round(100 * at / size) - half for at, size, half in ((x, WIDTH, 10), (y, HEIGHT, 8)))
         left, top = max(0, min(left, 80)), max(0, min(top, 84))
@@ -80,7 +80,7 @@ class Chart:
 
 
 def _shares(rng: Random, count: int) -> tuple[int, ...]:
-    """Return numbers of at least 5, all different, that add up to 100."""
+    """Numbers of at least 5, all different, that add up to 100."""
     while True:
         cuts = sorted(rng.sample(range(5, 96), count - 1))
         shares = tuple(b - a for a, b in zip([0, *cuts], [*cuts, 100], strict=True))
@@ -89,7 +89,7 @@ def _shares(rng: Random, count: int) -> tuple[int, ...]:
 
 
 def _height(value: float) -> float:
-    """Return where a number lies on the plot, in pixels from the top."""
+    """Where a number lies on the plot, in pixels from the top."""
     return _BOTTOM - (_BOTTOM - _TOP) * value / 100
 
 
@@ -106,7 +106,7 @@ def _slices(chart: Chart) -> Iterator[tuple[float, float]]:
 
 
 def _place(chart: Chart, mark: Mark) -> tuple[float, float]:
-    """Return the middle of the print of a number: over a bar, beyond a point, in a slice."""
+    """The middle of the print of a number: over a bar, beyond a point, in a slice."""
     index = mark[1]
     if chart.kind == "pie":
         begin, end = list(_slices(chart))[index]

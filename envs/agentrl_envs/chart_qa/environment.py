@@ -67,7 +67,7 @@ def _refused(why: str) -> ToolResponse:
 
 @lru_cache(64)  # the samples of a task look at the same picture first
 def cropped(chart: Chart, box: Box, width: int) -> "Image":
-    """Return a part of a chart as a picture that is no larger than one of the whole chart."""
+    """A part of a chart as a picture that is no larger than one of the whole chart."""
     from PIL.Image import Resampling
 
     left, top, right, bottom = box
@@ -110,7 +110,7 @@ class ChartQa(Environment):
         return Task(f"{split}-{index}", {**data, "answer": question.answer})
 
     def _drafted(self, split: str, index: int) -> tuple[Chart, Question]:
-        """Return a chart of a split and the question about it. Train depends on the seed, the others never do."""
+        """A chart of a split and the question about it. Train depends on the seed, the others never do."""
         rng = Random(f"chart_qa/{self._seed if split == 'train' else 0}/{split}/{index}")
         chart = Chart.draft(rng)
         return chart, ask(chart, rng)
@@ -132,7 +132,7 @@ class ChartQa(Environment):
         return {"answer": float(is_right(answer_of(session.messages), question))}
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a worked question in a style of STYLES; its calls are of `crop` and `calculator`."""
+        """A worked question in a style of STYLES; its calls are of `crop` and `calculator`."""
         check_style(self, style, STYLES)
         chart, question = self._drafted(task.data["split"], task.data["index"])
         if not draw_way(STYLES[style], rng):
@@ -148,7 +148,7 @@ class ChartQa(Environment):
 
 
 def is_right(text: str, question: Question) -> bool:
-    """Return whether a text marks the answer to a question."""
+    """Whether a text marks the answer to a question."""
     if question.answer[-1].isdigit():
         found = read_answer(text)
         return found is not None and abs(found - Fraction(question.answer)) <= question.tolerance
@@ -157,7 +157,7 @@ def is_right(text: str, question: Question) -> bool:
 
 
 def _guess(chart: Chart, question: Question, rng: Random) -> str:
-    """Return what one says who takes no closer look."""
+    """What one says who takes no closer look."""
     if not question.answer[-1].isdigit():
         return rng.choice(chart.labels)
     return written(max(Fraction(0), Fraction(question.answer) + rng.choice((-10, -5, -2, -1, 0, 1, 2, 5, 10))))

@@ -27,12 +27,12 @@ class Question:
 
 
 def ask(chart: Chart, rng: Random) -> Question:
-    """Return a question about a chart."""
+    """A question about a chart."""
     return rng.choice(_ASKED[chart.kind])(chart, rng)
 
 
 def _two(chart: Chart, rng: Random) -> tuple[Mark, Mark]:
-    """Return two marks of a series, the larger number first."""
+    """Two marks of a series, the larger number first."""
     series = rng.randrange(len(chart.series))
     first, second = rng.sample([(series, index) for index in range(len(chart.labels))], 2)
     return (first, second) if chart.value(first) > chart.value(second) else (second, first)

@@ -7,7 +7,7 @@ _LANGUAGES = ("", "python", "py", "python3")
 
 
 def find_solution(text: str, name: str) -> str | None:
-    """Return the code; None where no closed block defines `name`."""
+    """The code; None where no closed block defines `name`."""
     for block in reversed(_blocks(text)):
         if re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(name)}\b|^\s*{re.escape(name)}\s*=", block, re.MULTILINE):
             return block
@@ -15,7 +15,7 @@ def find_solution(text: str, name: str) -> str | None:
 
 
 def _blocks(text: str) -> list[str]:
-    """Return the insides of fences that are closed, of Python or of no named language."""
+    """The insides of fences that are closed, of Python or of no named language."""
     found = []
     parts = text.split(FENCE)
     for inside in parts[1 : len(parts) - 1 : 2]:

@@ -14,7 +14,7 @@ from agentrl_envs.conversation import Styles, assistant, draw_way, tool_turn
 
 
 def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
-    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
     return draw_way(STYLES[style], rng)(problem, rng)
 
 

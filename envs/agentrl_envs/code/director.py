@@ -53,7 +53,7 @@ class Director:
 
 
 def _known(name):
-    """Return an exception of that name, as tests may expect one; RuntimeError for any but those of Python."""
+    """An exception of that name, as tests may expect one; RuntimeError for any but those of Python."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:

@@ -72,7 +72,7 @@ class Code(Environment):
         return opening(session.task.data["question"], self._system_prompt)
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
-        """Return `passed` (1.0 where all tests pass), `fraction` (their share) and `format` (a block defines the
+        """`passed` (1.0 where all tests pass), `fraction` (their share) and `format` (a block defines the
         function)."""
         solution = find_solution(answer_of(session.messages), session.task.data["entry_point"])
         if solution is None:
@@ -96,7 +96,7 @@ class Code(Environment):
         return rewards.get("passed", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a solution in a style of `demonstrations.STYLES`; for generated tasks only."""
+        """A solution in a style of `demonstrations.STYLES`; for generated tasks only."""
         if self._rows is not None:
             raise UserError("code demonstrates generated tasks only: set env.source to generated")
         check_style(self, style, STYLES)

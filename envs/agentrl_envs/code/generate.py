@@ -43,7 +43,7 @@ class Problem:
 
 
 def problem(split: str, index: int, seed: int = 0) -> Problem:
-    """Return the problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
+    """The problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     rng = Random(f"code/{seed}/{split}/{index}")
@@ -59,7 +59,7 @@ def _tested() -> frozenset[tuple[str, str]]:
 
 
 def _function(made: Problem) -> tuple[str, str]:
-    """Return what is to be computed: kind and body, whatever the function is called."""
+    """What is to be computed: kind and body, whatever the function is called."""
     return made.kind, made.reference.partition("\n")[2]
 
 
@@ -77,7 +77,7 @@ def _made(split: str, rng: Random) -> Problem:
 
 
 def is_held_out(kind: str, parameters: Parameters) -> bool:
-    """Return whether these parameters belong to the held-out side of a kind."""
+    """Whether these parameters belong to the held-out side of a kind."""
     text = f"{kind}:" + ",".join(f"{name}={parameters[name]}" for name in sorted(parameters))
     return hashlib.sha256(text.encode()).digest()[0] < _HELD_OUT
 
@@ -90,7 +90,7 @@ def _parameters(kind: Kind, rng: Random, split: str) -> dict[str, Json]:
 
 
 def _tests(kind: Kind, parameters: Parameters, reference: str, name: str, rng: Random) -> tuple[Test, ...]:
-    """Return `TESTS` calls that differ, with results of which some differ; none where they will not."""
+    """`TESTS` calls that differ, with results of which some differ; none where they will not."""
     names: dict[str, Json] = {}
     exec(reference, names)  # our own text, with drawn numbers and letters in it
     for _ in range(_ATTEMPTS):

@@ -102,7 +102,7 @@ class Candidate:
         self._dead = ""
 
     async def call(self, arguments: Sequence[Json], named: Mapping[str, Json]) -> Json:
-        """Return what the call claims to return. Raises CallFailedError; after a call that was stopped, always."""
+        """What the call claims to return. Raises CallFailedError; after a call that was stopped, always."""
         return wire.read(await self.call_text(wire.write((list(arguments), dict(named)))))
 
     async def call_text(self, arguments: str) -> str:
@@ -124,7 +124,7 @@ class Candidate:
         return text
 
     async def _run(self, code: str) -> tuple[str | None, str | None]:
-        """Return the value and the error of running `code`."""
+        """The value and the error of running `code`."""
         if self._dead or self._left <= 0:
             raise CallFailedError(self._dead or "out of time")
         began = time.monotonic()
@@ -143,7 +143,7 @@ class _Script:
         self._ours, self._candidate = ours, candidate
 
     async def run(self, setup: str, text: str, name: str) -> str | None:
-        """Return None if the test passed, else why it failed."""
+        """None if the test passed, else why it failed."""
         source = inspect.getsource(director)
         own = [line for line in source.splitlines() if not line.startswith(_IMPORT)]
         source = inspect.getsource(wire) + "\n".join(own)
@@ -179,7 +179,7 @@ def equal(result: object, expected: object) -> bool:
 
 
 def _installed(source: str) -> str:
-    """Return code that installs `source` as a module of its own, apart from the solution's names."""
+    """Code that installs `source` as a module of its own, apart from the solution's names."""
     return (
         f"import sys, types\nsys.modules[{_WIRE!r}] = types.ModuleType({_WIRE!r})\n"
         f"exec({source!r}, sys.modules[{_WIRE!r}].__dict__)"

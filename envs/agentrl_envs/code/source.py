@@ -56,7 +56,7 @@ def _human_eval(fields: Mapping[str, Json], where: str) -> Row:
 
 
 def _stub(prompt: str) -> str:
-    """Return the prompt, where it is Python: its imports and helpers belong to the solution and to the tests."""
+    """The prompt, where it is Python: its imports and helpers belong to the solution and to the tests."""
     for text in (prompt, prompt.rstrip() + "\n    pass\n"):
         try:
             ast.parse(text)
@@ -67,7 +67,7 @@ def _stub(prompt: str) -> str:
 
 
 def _called(tests: Sequence[str], setup: str, where: str) -> str:
-    """Return the one function that every test calls and nobody defines."""
+    """The one function that every test calls and nobody defines."""
     known = set(dir(builtins)) | _defined(_parsed(setup, where, "test_setup_code"))
     common: set[str] | None = None
     for test in tests:
@@ -113,7 +113,7 @@ TRAIN_SIZE = 50_000
 
 
 def generated(split: str, index: int, seed: int) -> Task:
-    """Return the task of a generated problem."""
+    """The task of a generated problem."""
     made = generate.problem(split, index, seed)
     data = {
         "split": split, "index": index, "seed": seed, "kind": made.kind, "question": made.text,
@@ -123,7 +123,7 @@ def generated(split: str, index: int, seed: int) -> Task:
 
 
 def read_tasks(rows: Rows, split: str) -> list[Task]:
-    """Return a task for each row. Raises UserError for a row that cannot be tested."""
+    """A task for each row. Raises UserError for a row that cannot be tested."""
     return [_task(rows.row(i), rows.where(i), f"{split}-{i}") for i in range(len(rows))]
 
 

@@ -12,12 +12,12 @@ class WireError(ValueError):
 
 
 def write(value):
-    """Return the text of a value. Raises WireError for what is not plain."""
+    """The text of a value. Raises WireError for what is not plain."""
     return json.dumps(_encoded(value)).encode().hex()
 
 
 def read(text):
-    """Return the value of a text. Raises WireError."""
+    """The value of a text. Raises WireError."""
     try:
         return _decoded(json.loads(bytes.fromhex(text)))
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
@@ -25,7 +25,7 @@ def read(text):
 
 
 def call(names, name, arguments):
-    """Return what the function `name` returns, as text. arguments: the text of (positional, named)."""
+    """What the function `name` returns, as text. arguments: the text of (positional, named)."""
     if name not in names:
         raise NameError(f"there is no {name}")
     positional, named = read(arguments)

@@ -103,7 +103,7 @@ class Dataset(Environment):
         return self._made[split]
 
     def _unseen(self, task: Task) -> bool:
-        """Return whether a task speaks of an image in a column that its row does not have."""
+        """Whether a task speaks of an image in a column that its row does not have."""
         from agentrl.data.media import tagged
 
         return self._images.column not in task.data and tagged(task.data["messages"])

@@ -48,7 +48,7 @@ class Columns:
     row_tools: bool
 
     def truth(self, row: Row) -> Json:
-        """Return the answer of a row; None where it has none."""
+        """The answer of a row; None where it has none."""
         for path in (self.answer,) if self.answer else ANSWERS:
             value = field_of(row, path)
             if value is not None:
@@ -56,7 +56,7 @@ class Columns:
         return None
 
     def messages(self, row: Row, where: str, folder: Path | None = None) -> list[Message]:
-        """Return the opening, as chat messages. folder: of the row's file, for the paths of images. Raises
+        """The opening, as chat messages. folder: of the row's file, for the paths of images. Raises
         UserError."""
         value = field_of(row, self.prompt)
         if value is None:
@@ -97,7 +97,7 @@ class DatasetTasks(LazyTasks):
         return Task(f"{self._split}-{self._rows.number(at)}", data, tools, kwargs)
 
     def where(self, index: int) -> str:
-        """Return the place of a row for people."""
+        """The place of a row for people."""
         return self._rows.where(index)
 
 
@@ -118,7 +118,7 @@ def _message(value: object, where: str) -> Message:
 
 
 def _question(messages: Sequence[Message]) -> str:
-    """Return the text of the last user message."""
+    """The text of the last user message."""
     return next((_text(m) for m in reversed(messages) if m["role"] == "user"), "")
 
 
@@ -131,7 +131,7 @@ def _text(message: Message) -> str:
 
 
 def _tools_kwargs(row: Row, where: str) -> dict[str, ToolKwargs]:
-    """Return `tools_kwargs` of the row or of its `extra_info`: for each tool its create, execute, calc_reward and
+    """`tools_kwargs` of the row or of its `extra_info`: for each tool its create, execute, calc_reward and
     release kwargs. A table fills what a row lacks with nulls: those count as absent."""
     extra = row.get("extra_info") or {}
     place = "tools_kwargs" if row.get("tools_kwargs") is not None else "extra_info.tools_kwargs"

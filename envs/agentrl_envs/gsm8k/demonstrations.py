@@ -24,7 +24,7 @@ _CONFUSED = {"+": "-", "-": "+", "*": "+", "/": "-"}
 
 
 def demonstrate(problem: Problem, rng: Random, style: str) -> list[Message]:
-    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
     way = draw_way(STYLES[style], rng)
     tree = problem.expression
     if problem.kind in MISREAD and rng.random() < MISREAD_SHARES[style]:
@@ -91,7 +91,7 @@ def _call(expression: str) -> list[Message]:
 
 
 def result_of(expression: str) -> str:
-    """Return what the calculator answers, with one operation a call."""
+    """What the calculator answers, with one operation a call."""
     try:
         value, operations = evaluate(expression)
     except CalculatorError as error:
@@ -100,7 +100,7 @@ def result_of(expression: str) -> str:
 
 
 def _garbled(expression: str, rng: Random) -> str:
-    """Return a slip of the pen that the calculator refuses."""
+    """A slip of the pen that the calculator refuses."""
     while True:
         at = rng.randrange(1, len(expression))
         slip = expression[:at] + rng.choice("(*/)") + expression[at:] + rng.choice(["", "=", "("])
@@ -113,14 +113,14 @@ def _answer(value: int) -> Message:
 
 
 def _misread(tree: Expression) -> Expression:
-    """Return always the same wrong reading of a kind: the last step with another operation."""
+    """Always the same wrong reading of a kind: the last step with another operation."""
     if isinstance(tree, int):
         return tree
     return _CONFUSED[tree[0]], tree[1], tree[2]
 
 
 def _spoil(tree: Expression, numbers: list[int], rng: Random) -> Expression:
-    """Return another tree with whole results: the last step forgotten, an operation or a number mistaken."""
+    """Another tree with whole results: the last step forgotten, an operation or a number mistaken."""
     while True:
         spoiled = _mistake(tree, numbers, rng)
         if spoiled != tree and not isinstance(spoiled, int) and _whole(spoiled):

@@ -64,7 +64,7 @@ class Gsm8k(Environment):
         return rewards.get("answer", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
+        """A worked problem in a style of `demonstrations.STYLES`; for generated problems only."""
         if self._rows is not None:
             raise UserError("gsm8k demonstrates generated problems only: set env.source to generated")
         check_style(self, style, STYLES)

@@ -11,7 +11,7 @@ from agentrl_envs.gsm8k.environment import SYSTEM_PROMPT, Gsm8k
 def multi_turn(
     source: str = "openai/gsm8k", system_prompt: str = SYSTEM_PROMPT, seed: int = 0, config: str | None = None
 ) -> Mapping[str, Sequence[Mapping[str, Json]]]:
-    """Return grade-school problems with a tool that grades, as multi-turn rows.
+    """Grade-school problems with a tool that grades, as multi-turn rows.
 
     source, seed, config: as of the environment gsm8k. system_prompt: empty for none.
     """

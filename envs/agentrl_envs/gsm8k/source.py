@@ -27,7 +27,7 @@ class Row:
 
 
 def question_of(fields: Mapping[str, Json], where: str) -> str:
-    """Return what a row asks. Raises UserError as `read_tasks` does."""
+    """What a row asks. Raises UserError as `read_tasks` does."""
     return _row(fields, where, 0).question
 
 
@@ -44,14 +44,14 @@ TRAIN_SIZE = 50_000
 
 
 def generated(split: str, index: int, seed: int) -> Task:
-    """Return the task of a generated problem."""
+    """The task of a generated problem."""
     made = problem(split, index, seed)
     origin = {"split": split, "index": index, "seed": seed, "kind": made.kind}
     return _task(f"{split}-{index}", made.question, Fraction(made.answer), origin)
 
 
 def read_tasks(rows: Rows, split: str) -> list[Task]:
-    """Return the tasks of rows. Raises UserError with file, line (or row) and field."""
+    """The tasks of rows. Raises UserError with file, line (or row) and field."""
     read = [_row(rows.row(i), rows.where(i), rows.number(i)) for i in range(len(rows))]
     return [_task(f"{split}-{r.number}", r.question, r.truth, {"split": split, "solution": r.solution}) for r in read]
 

@@ -83,7 +83,7 @@ class ObjectEnvironment(Environment):
         self.splits = self._source.splits if self._source else ("test",)
 
     def _probe(self, factory: str) -> Any:
-        """Return the first object of a function, which tells its class, and serves the first request."""
+        """The first object of a function, which tells its class, and serves the first request."""
         try:
             made = self._make()
         except Exception as error:
@@ -92,7 +92,7 @@ class ObjectEnvironment(Environment):
         return made
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks: rows of the data, or seeds."""
+        """The tasks: rows of the data, or seeds."""
         if self._source is not None:
             rows = self._source.rows(split)
             return LazyTasks(len(rows), lambda i: Task(f"{split}-{rows.number(i)}", rows.row(i)))
@@ -142,7 +142,7 @@ class ObjectEnvironment(Environment):
         return parts
 
     async def _own(self, live: Live) -> dict[str, float]:
-        """Return what the object itself pays; an attribute counts only where no function was named to read it."""
+        """What the object itself pays; an attribute counts only where no function was named to read it."""
         for name in self._own_reward():
             if not hasattr(live.made, name) or (name == "reward" and not self._reward and self._functions):
                 continue
@@ -180,7 +180,7 @@ class ObjectEnvironment(Environment):
 
 
 def _taken(function: Callable[..., object], row: Mapping[str, Json]) -> dict[str, Any]:
-    """Return what `reset` takes of a row: all of it where it takes any keyword."""
+    """What `reset` takes of a row: all of it where it takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return dict(row)
@@ -188,7 +188,7 @@ def _taken(function: Callable[..., object], row: Mapping[str, Json]) -> dict[str
 
 
 def _opening(prompt: Any, default: str, said: Any, name: str) -> list[Message]:
-    """Return the prompt with what `reset` said at the end of its last message. `said`: None, text, or content parts."""
+    """The prompt with what `reset` said at the end of its last message. `said`: None, text, or content parts."""
     prompt = default if prompt is None else prompt
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if said is not None:

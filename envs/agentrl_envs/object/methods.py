@@ -32,7 +32,7 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Json) -> Any:
-        """Return the function's result. When this is cancelled before its turn came, it is not called."""
+        """The function's result. When this is cancelled before its turn came, it is not called."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
@@ -116,7 +116,7 @@ class Method(Tool):
 
 
 def tool_methods(owner: type, wanted: Sequence[str] | None, not_tools: Sequence[str]) -> list[str]:
-    """Return the names of those that are tools: `wanted`, or all public functions of the class but its hooks, by name
+    """The names of those that are tools: `wanted`, or all public functions of the class but its hooks, by name
     as TRL lists them. A `close` that needs no argument is a hook. Raises UserError for a name that is no method."""
     functions = [name for name, _ in inspect.getmembers(owner, inspect.isfunction)]
     if wanted is not None:
@@ -130,7 +130,7 @@ def tool_methods(owner: type, wanted: Sequence[str] | None, not_tools: Sequence[
 
 
 def closes(owner: type) -> bool:
-    """Return whether it has a `close` that can be called without arguments."""
+    """Whether it has a `close` that can be called without arguments."""
     close = getattr(owner, "close", None)
     if not callable(close):
         return False

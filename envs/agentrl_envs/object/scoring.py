@@ -32,7 +32,7 @@ def load_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
 async def call_function(
     function: RewardFunction, live: Live, row: Mapping[str, Json], messages: Sequence[Message]
 ) -> float | None:
-    """Return what it says of one finished conversation, given the lists of one entry that TRL gives: `prompts`,
+    """What it says of one finished conversation, given the lists of one entry that TRL gives: `prompts`,
     `completions`, `environments`, and every column of the row. What it logs goes nowhere. None: this sample does not
     concern it."""
     given: dict[str, Json] = {column: [value] for column, value in row.items() if column != "prompt"}

@@ -14,7 +14,7 @@ from agentrl_envs.search_qa.world import BY_KIND, Question, world
 
 
 def demonstrate(question: Question, search: Search, rng: Random, style: str) -> list[Message]:
-    """Return the messages after the question. Raises KeyError for a style that is not in `STYLES`."""
+    """The messages after the question. Raises KeyError for a style that is not in `STYLES`."""
     return draw_way(STYLES[style], rng)(question, search, rng)
 
 
@@ -63,7 +63,7 @@ def _read(query: str, search: Search) -> list[Message]:
 
 
 def _other(question: Question, rng: Random) -> str:
-    """Return a value of the same relation, of anybody."""
+    """A value of the same relation, of anybody."""
     entities = world().entities
     kind = next(kind for kind, known in BY_KIND.items() if question.path[-1] in [r.name for r in known])
     return world().facts[rng.choice(entities[kind])][question.path[-1]]

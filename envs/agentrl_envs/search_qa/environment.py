@@ -28,24 +28,24 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def read_answer(text: str) -> str | None:
-    """Return what stands in the last `<answer>...</answer>`; None where there is none."""
+    """What stands in the last `<answer>...</answer>`; None where there is none."""
     found = _ANSWER.findall(text)
     return found[-1].strip() if found else None
 
 
 def exact_match(answer: str, golden: Sequence[str]) -> float:
-    """Return 1.0 when the answer is one of the golden ones, else 0.0."""
+    """1.0 when the answer is one of the golden ones, else 0.0."""
     said = normalized(answer)
     return float(any(said == normalized(gold) for gold in golden))
 
 
 def f1(answer: str, golden: Sequence[str]) -> float:
-    """Return the best harmonic mean of precision and recall over words, from 0 to 1."""
+    """The best harmonic mean of precision and recall over words, from 0 to 1."""
     return max((_f1(normalized(answer).split(), normalized(gold).split()) for gold in golden), default=0.0)
 
 
 def normalized(text: str) -> str:
-    """Return a text in lower case, without punctuation and articles, words one blank apart."""
+    """A text in lower case, without punctuation and articles, words one blank apart."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -132,7 +132,7 @@ class SearchQa(Environment):
         return rewards.get("em", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
+        """A question answered in a style of `demonstrations.STYLES`; of the generated ones only."""
         if self._search is None:
             raise UserError("search_qa demonstrates generated questions only: set env.source to generated")
         check_style(self, style, STYLES)

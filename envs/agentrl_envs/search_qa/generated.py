@@ -20,7 +20,7 @@ _TEST_SHARE, _VALIDATION_SHARE = 0.15, 0.05  # of the subjects
 
 @cache
 def questions(split: str) -> tuple[Question, ...]:
-    """Return those of a split, mixed. Raises KeyError for an unknown one."""
+    """Those of a split, mixed. Raises KeyError for an unknown one."""
     chosen = [q for q in world().questions() if _split_of(q) == split]
     if not chosen:
         raise KeyError(split)
@@ -28,13 +28,13 @@ def questions(split: str) -> tuple[Question, ...]:
 
 
 def tasks(split: str, seed: int) -> list[Task]:
-    """Return the tasks of a split; the order of training is the seed's."""
+    """The tasks of a split; the order of training is the seed's."""
     made = [_task(split, index, question) for index, question in enumerate(questions(split))]
     return _mixed(made, f"search_qa order {seed}") if split == "train" else made
 
 
 def question_of(task: Task) -> Question:
-    """Return the question of a generated task."""
+    """The question of a generated task."""
     return questions(task.data["split"])[task.data["index"]]
 
 

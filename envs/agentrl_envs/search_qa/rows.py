@@ -13,7 +13,7 @@ def read_tasks(rows: Rows, split: str) -> list[Task]:
 
 
 def question_of(row: Row, where: str) -> str:
-    """Return the field `question`, or that of `extra_info`, or what follows `Question:` in the last message of
+    """The field `question`, or that of `extra_info`, or what follows `Question:` in the last message of
     `prompt`."""
     inner = row.get("extra_info")
     question = row.get("question") or (inner.get("question") if isinstance(inner, Mapping) else None)
@@ -28,7 +28,7 @@ def question_of(row: Row, where: str) -> str:
 
 
 def answers_of(row: Row, where: str) -> tuple[str, ...]:
-    """Return the field `golden_answers`, or `reward_model.ground_truth.target`: a text or a list of texts."""
+    """The field `golden_answers`, or `reward_model.ground_truth.target`: a text or a list of texts."""
     name, value = "golden_answers", row.get("golden_answers")
     if value is None:
         name, value = "reward_model.ground_truth.target", _at(row, "reward_model", "ground_truth", "target")

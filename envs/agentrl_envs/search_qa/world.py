@@ -87,7 +87,7 @@ class World:
     documents: tuple[Document, ...]
 
     def questions(self) -> list[Question]:
-        """Return every question that can be asked, in a fixed order: of one article, and of two."""
+        """Every question that can be asked, in a fixed order: of one article, and of two."""
         return [
             question
             for kind, names in self.entities.items()
@@ -107,7 +107,7 @@ class World:
 
 @cache
 def world() -> World:
-    """Return the encyclopedia, made once a process."""
+    """The encyclopedia, made once a process."""
     rng = Random("search_qa world 1")
     entities = _names(rng)
     facts = {name: _facts(kind, entities, rng) for kind, names in entities.items() for name in names}
@@ -118,7 +118,7 @@ def world() -> World:
 
 
 def _names(rng: Random) -> dict[str, tuple[str, ...]]:
-    """Return names, each of which holds a word that no other name holds, so that a search for it finds its article
+    """Names, each of which holds a word that no other name holds, so that a search for it finds its article
     first."""
     used: set[str] = set()
     single = {kind: tuple(_word(kind, used, rng) for _ in range(_SIZES[kind])) for kind in ("town", "person", "firm")}
@@ -137,7 +137,7 @@ def _word(kind: str, used: set[str], rng: Random) -> str:
 
 
 def _facts(kind: str, entities: dict[str, tuple[str, ...]], rng: Random) -> dict[str, str]:
-    """Return one value for each relation of a kind."""
+    """One value for each relation of a kind."""
     plain = {"job": _JOBS, "goods": _GOODS}
     facts = {}
     for relation in BY_KIND[kind]:

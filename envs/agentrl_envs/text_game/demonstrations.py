@@ -22,7 +22,7 @@ FORGOTTEN = 0.4
 
 
 def demonstrate(game: Game, rng: Random, style: str, reminder: str) -> list[Message]:
-    """Return the messages after the opening, to the end of the game. `game` is played."""
+    """The messages after the opening, to the end of the game. `game` is played."""
     said: list[Message] = []
     while not game.over:
         way = draw_way(STYLES[style], rng)
@@ -35,12 +35,12 @@ def demonstrate(game: Game, rng: Random, style: str, reminder: str) -> list[Mess
 
 
 def summarize(messages: Sequence[Message], rng: Random, style: str) -> str:
-    """Return what the player was told last: all that is needed to play on. A careless one often leaves it out."""
+    """What the player was told last: all that is needed to play on. A careless one often leaves it out."""
     return _told(messages[-1], rng, style)
 
 
 def delegated(view: str, said: Sequence[Message], moves: int, rng: Random, style: str) -> list[Message]:
-    """Return a game that sub-agents play, `moves` moves each: each is told what the player knows, and says what it was
+    """A game that sub-agents play, `moves` moves each: each is told what the player knows, and says what it was
     told last. view: of the game at its start. Turns without a move are left out."""
     turns = [(said[i], said[i + 1]) for i in range(0, len(said), 2) if said[i + 1]["role"] == "tool"]
     found: list[Message] = []

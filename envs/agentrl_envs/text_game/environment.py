@@ -99,7 +99,7 @@ class TextGame(Environment):
         return rewards.get("goal", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a game played in a style of `demonstrations.STYLES`."""
+        """A game played in a style of `demonstrations.STYLES`."""
         check_style(self, style, STYLES)
         game = self.game(task)
         view = game.view(game)
@@ -110,5 +110,5 @@ class TextGame(Environment):
         return summarize(messages, rng, style)
 
     def game(self, task: Task) -> Game:
-        """Return a task's game, at its start."""
+        """A task's game, at its start."""
         return Game.begin(World.read(task.data["map"]), VIEWS[self._view], self._slack)

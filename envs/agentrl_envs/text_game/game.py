@@ -48,7 +48,7 @@ class Game:
 
     @classmethod
     def begin(cls, world: World, view: View, slack: float) -> "Game":
-        """Return a game at its start. slack: turns allowed for each move of the shortest way; one more is given."""
+        """A game at its start. slack: turns allowed for each move of the shortest way; one more is given."""
         distance = dict(world.distances())
         limit = math.ceil(slack * distance[world.start, False]) + 1
         return cls(world, view, limit, position=world.start, distance=distance)
@@ -81,11 +81,11 @@ class Game:
         return ("Goal", self.world.goal) if self.opened else ("Door", self.world.door)
 
     def open_ways(self) -> list[Direction]:
-        """Return the directions of all legal moves."""
+        """The directions of all legal moves."""
         return [direction for direction, _ in self.world.moves((self.position, self.has_key))]
 
     def best_ways(self) -> list[Direction]:
-        """Return the first moves of all shortest ways from here."""
+        """The first moves of all shortest ways from here."""
         ways = self.world.moves((self.position, self.has_key))
         return [direction for direction, after in ways if self.distance[after] < self.left]
 
@@ -129,7 +129,7 @@ def compass(game: Game) -> str:
 
 
 def drawn(game: Game) -> str:
-    """Return the map: # wall, @ the player, K key, D door, G goal."""
+    """The map: # wall, @ the player, K key, D door, G goal."""
     return game.world.draw(game.position, has_key=game.has_key, opened=game.opened)
 
 

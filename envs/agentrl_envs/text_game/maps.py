@@ -36,7 +36,7 @@ _SMALL, _LARGE = _Sizes((2, 3), (2, 3), 10), _Sizes((3, 4), (4, 5), 16)
 
 
 def make_map(split: str, index: int, seed: int = 0) -> World:
-    """Return the map at `index` (0 or more) of a split."""
+    """The map at `index` (0 or more) of a split."""
     rng = Random(f"text_game/{seed}/{split}/{index}")
     sizes = _LARGE if split == "large" else _SMALL
     while True:
@@ -55,7 +55,7 @@ def _tested() -> frozenset[str]:
 
 
 def is_held_out(world: World) -> bool:
-    """Return whether a map is one of those that are never trained on."""
+    """Whether a map is one of those that are never trained on."""
     return hashlib.sha256(world.draw().encode()).digest()[0] < _HELD_OUT_SHARE
 
 
@@ -81,7 +81,7 @@ def _draft(rng: Random, sizes: _Sizes) -> World:
 
 
 def _room(rng: Random, columns: range, across: int) -> list[Cell]:
-    """Return the floor of a room with a few walls in it."""
+    """The floor of a room with a few walls in it."""
     cells = [(x, y) for x in columns for y in range(1, across + 1)]
     pillars = set(rng.sample(cells, rng.randint(0, len(cells) // _PILLARS)))
     return [cell for cell in cells if cell not in pillars]
@@ -92,7 +92,7 @@ TRAIN_SIZE = 1_000_000
 
 
 def task(split: str, index: int, seed: int) -> Task:
-    """Return the task of a map; see `make_map`."""
+    """The task of a map; see `make_map`."""
     world = make_map(split, index, seed)
     shortest = world.distances()[world.start, False]
     return Task(id=f"{split}-{index}", data={"map": world.draw(), "shortest": shortest})

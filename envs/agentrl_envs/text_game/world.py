@@ -29,7 +29,7 @@ class Direction(Enum):
     WEST = "west"
 
     def step(self, cell: Cell) -> Cell:
-        """Return the neighbour of `cell` in this direction."""
+        """The neighbour of `cell` in this direction."""
         dx, dy = _STEPS[self]
         return cell[0] + dx, cell[1] + dy
 
@@ -57,7 +57,7 @@ class World:
 
     @classmethod
     def read(cls, drawing: str) -> "World":
-        """Return a map as `draw` writes it. Raises ValueError where it is none."""
+        """A map as `draw` writes it. Raises ValueError where it is none."""
         rows = drawing.split("\n")
         cells = {(x, y): mark for y, row in enumerate(rows) for x, mark in enumerate(row)}
         places = {mark: [cell for cell, m in cells.items() if m == mark] for mark in _MARKS}
@@ -67,7 +67,7 @@ class World:
         return cls(max(map(len, rows)), len(rows), floor, *(places[mark][0] for mark in _MARKS))
 
     def draw(self, player: Cell | None = None, *, has_key: bool = False, opened: bool = False) -> str:
-        """Return the map as text, with the player at its start or where it stands; a key that was taken, and a door
+        """The map as text, with the player at its start or where it stands; a key that was taken, and a door
         that was opened, are floor."""
         marks = {self.goal: "G"}
         if not opened:
@@ -82,7 +82,7 @@ class World:
         return "\n".join("".join(row) for row in rows)
 
     def moves(self, place: Place) -> Iterator[tuple[Direction, Place]]:
-        """Return what may be done at a place, and where it leads. The door lets nobody through without the key."""
+        """What may be done at a place, and where it leads. The door lets nobody through without the key."""
         cell, has_key = place
         for direction in Direction:
             after = direction.step(cell)
@@ -90,7 +90,7 @@ class World:
                 yield direction, (after, has_key or after == self.key)
 
     def distances(self) -> Mapping[Place, int]:
-        """Return the least number of moves to the goal, from every place that it can be reached from."""
+        """The least number of moves to the goal, from every place that it can be reached from."""
         before: dict[Place, list[Place]] = {}
         for cell in self.floor:
             for has_key in (False, True):

@@ -14,7 +14,7 @@ from agentrl_envs.user_sim.generate import Scenario
 
 
 def demonstrate(scenario: Scenario, patience: int, rng: Random, style: str) -> list[Message]:
-    """Return the messages after the opening; the last is the assistant's. Raises KeyError for a style not in
+    """The messages after the opening; the last is the assistant's. Raises KeyError for a style not in
     `STYLES`."""
     return draw_way(STYLES[style], rng)(_Service(scenario, patience, rng))
 
@@ -39,7 +39,7 @@ class _Service:
                 self.ask(fact)
 
     def answer(self, mark: str = "#### ") -> list[Message]:
-        """Return the final line from what is known, and guesses for the rest."""
+        """The final line from what is known, and guesses for the rest."""
         facts = {n: v if n in self.dialogue.known else self.guessed[n] for n, v in self.scenario.facts.items()}
         return self.finish(facts, mark)
 

@@ -66,7 +66,7 @@ class Dialogue:
         return self.final is not None and plain(self.final) == plain(self.scenario.answer)
 
     def hear(self, text: str, rng: Random) -> tuple[Heard, str, int]:
-        """Return what the message was, what the customer says to it (nothing to an answer), and how many facts were
+        """What the message was, what the customer says to it (nothing to an answer), and how many facts were
         new."""
         if MARK in text:
             self.final = text.rpartition(MARK)[2].strip().partition("\n")[0]
@@ -101,7 +101,7 @@ class Dialogue:
 
 
 def plain(line: str) -> list[str]:
-    """Return a final line as words, without case and punctuation, for comparison."""
+    """A final line as words, without case and punctuation, for comparison."""
     return re.sub(r"[^\w:]+", " ", line.casefold()).split()
 
 
@@ -123,7 +123,7 @@ class Lookup(Tool):
 
 
 def record(scenario: Scenario, number: str) -> str | None:
-    """Return what is found; None for any number but the customer's."""
+    """What is found; None for any number but the customer's."""
     if scenario.found is None or number.strip(" #") not in scenario.facts.values():
         return None
     return f"{scenario.kind.name} {scenario.found}"

@@ -80,7 +80,7 @@ class UserSim(Environment):
         return rewards.get("answer", 0.0) >= 1.0
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a customer served in a style of `demonstrations.STYLES`."""
+        """A customer served in a style of `demonstrations.STYLES`."""
         check_style(self, style, STYLES)
         return demonstrate(_scenario(task), self._patience, rng, style)
 

@@ -46,7 +46,7 @@ class Fact:
         object.__setattr__(self, "_pattern", re.compile(rf"\b(?:{self.asked})\b", re.IGNORECASE))
 
     def mention(self, text: str) -> int | None:
-        """Return where a text first asks for it; None where it does not."""
+        """Where a text first asks for it; None where it does not."""
         found = self._pattern.search(text)
         return found.start() if found else None
 
@@ -56,7 +56,7 @@ class Fact:
         return self.size >= 40
 
     def value(self, rng: Random, held_out: bool) -> str:
-        """Return a value of the asked side, where the fact has two."""
+        """A value of the asked side, where the fact has two."""
         while True:
             value = self.draw(rng)
             if not self.splits or is_held_out(self.name, value) == held_out:
@@ -64,7 +64,7 @@ class Fact:
 
 
 def is_held_out(name: str, value: str) -> bool:
-    """Return whether a value of a fact that `splits` never occurs in training."""
+    """Whether a value of a fact that `splits` never occurs in training."""
     return hashlib.sha256(f"{name}={value}".encode()).digest()[0] < _HELD_OUT
 
 

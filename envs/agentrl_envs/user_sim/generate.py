@@ -153,7 +153,7 @@ class Scenario:
 
 
 def scenario(split: str, index: int, seed: int = 0) -> Scenario:
-    """Return the scenario at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
+    """The scenario at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     rng = Random(f"user_sim/{seed}/{split}/{index}")
@@ -176,14 +176,14 @@ def _wish(rng: Random, split: str) -> tuple[Kind, dict[str, str]]:
 
 @cache
 def _tested() -> frozenset[tuple[object, ...]]:
-    """Return kinds and facts of `test` and `wording`."""
+    """Kinds and facts of `test` and `wording`."""
     places = [f"user_sim/0/{split}/{index}" for split in ("test", "wording") for index in range(HELD_OUT_SIZE)]
     wishes = [_wish(Random(place), "test") for place in places]
     return frozenset((kind.name, *facts.items()) for kind, facts in wishes)
 
 
 def _told(kind: Kind, rng: Random) -> list[Fact]:
-    """Return what the opening says: anything that leaves enough open."""
+    """What the opening says: anything that leaves enough open."""
     while True:
         told = [fact for fact in kind.facts if rng.random() < 0.4]
         if prod(fact.size for fact in kind.facts if fact not in told) >= FEWEST:

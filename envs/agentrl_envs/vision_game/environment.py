@@ -102,7 +102,7 @@ class VisionGame(Environment):
         return Task(f"{split}-{index}", {"split": split, "index": index, "wanted": game.wanted, "moves": game.distance})
 
     def _game(self, split: str, index: int) -> Game:
-        """Return a game of a split, at its start. Train depends on the seed, the others never do."""
+        """A game of a split, at its start. Train depends on the seed, the others never do."""
         rng = Random(f"vision_game/{self._seed if split == 'train' else 0}/{split}/{index}")
         while True:
             game = Game.draft(rng, self._size, self._gems)
@@ -131,7 +131,7 @@ class VisionGame(Environment):
         return {"gem": float(session.state.game.won)}
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
-        """Return a game played in a style of STYLES. The player says what it sees before it acts, so that a model
+        """A game played in a style of STYLES. The player says what it sees before it acts, so that a model
         learns to find cells and colors apart from the way."""
         check_style(self, style, STYLES)
         game = deepcopy(self._game(task.data["split"], task.data["index"]))

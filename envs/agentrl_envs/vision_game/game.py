@@ -40,7 +40,7 @@ class Game:
 
     @classmethod
     def draft(cls, rng: Random, size: int, gems: int) -> "Game":
-        """Return a game of gems of different colors, none of them under the player."""
+        """A game of gems of different colors, none of them under the player."""
         cells = [(x, y) for x in range(size) for y in range(size)]
         player, *places = rng.sample(cells, gems + 1)
         colors = rng.sample(sorted(COLORS), gems)
@@ -84,7 +84,7 @@ class Game:
         return f"You have the {self.taken} gem." if self.taken else "Nothing lies here."
 
     def best(self) -> list[str]:
-        """Return the moves that come nearer to the gem that is wanted; none where the player stands on it."""
+        """The moves that come nearer to the gem that is wanted; none where the player stands on it."""
         across, down = self.target[0] - self.player[0], self.target[1] - self.player[1]
         return [to for to, (x, y) in MOVES.items() if (x and x * across > 0) or (y and y * down > 0)]
 
@@ -100,7 +100,7 @@ class Game:
 
 
 def named(cell: Cell) -> str:
-    """Return the name of a cell: a letter for the column, a number for the row, as on a chessboard seen from above."""
+    """The name of a cell: a letter for the column, a number for the row, as on a chessboard seen from above."""
     return f"{chr(ord('a') + cell[0])}{cell[1] + 1}"
 
 

@@ -19,7 +19,9 @@ from agentrl.errors import UserError
 from agentrl.images import STORE
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import ToolResponse
-from agentrl.recipe.schema import EnvSection, Recipe, RolloutSection
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.env import EnvSection
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.driver import Driver
 from agentrl.trajectory import Boundary, FinishReason
 
@@ -106,12 +108,13 @@ async def test_a_conversation_with_tool_calls_and_what_is_sent():
 
 
 async def test_arguments_that_are_no_json_go_back_to_the_model():
-    script = scripted(completion(None, [("echo", "{oops")]), completion(None, [("echo", "[1]")]), completion("4"))
-    async with Endpoint(script) as endpoint:
+    wrong = [completion(None, [("echo", arguments)]) for arguments in ("{oops", "[1]", '{"text": "a", "text": "b"}')]
+    async with Endpoint(scripted(*wrong, completion("4"))) as endpoint:
         t = await drive(endpoint, tools=[Echo()])
     told = [m["content"] for m in t.messages if m["role"] == "tool"]
-    assert told[0].startswith("Error: the arguments are not valid JSON: ")
+    assert told[0].startswith("Error: the arguments cannot be read: it is not valid JSON (")
     assert told[1] == "Error: the arguments are not a JSON object"
+    assert told[2] == "Error: the arguments cannot be read: the key 'text' stands twice"
     assert t.reward == 1.0
 
 

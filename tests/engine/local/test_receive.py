@@ -147,7 +147,7 @@ async def test_sleep_outlasts_an_update() -> None:
 
 async def test_a_model_with_an_adapter_takes_no_merged_weights() -> None:
     from agentrl.models.lora import add_adapter
-    from agentrl.recipe.schema import LoraSection
+    from agentrl.recipe.sections.model import LoraSection
 
     model = tiny(0)
     add_adapter(model, LoraSection(rank=2), "base")

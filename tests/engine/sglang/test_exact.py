@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_help import StandIn, all_of, logprobs_of, prompts, tiny
+from sglang_help import StandIn, all_of, check_constrained, logprobs_of, prompts, tiny
 from teacher_help import check_teacher
 
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
@@ -33,6 +33,10 @@ async def engines(parts: tuple[Any, Any], sglang_url: str) -> AsyncIterator[tupl
     yield remote, local
     await remote.close()
     await local.close()
+
+
+async def test_it_keeps_to_constraints_in_its_own_words(engines: Any, parts: Any) -> None:
+    await check_constrained(engines[0], parts[1])
 
 
 async def test_greedy_equals_local(engines: Any, parts: Any) -> None:

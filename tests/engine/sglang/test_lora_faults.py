@@ -20,7 +20,7 @@ from agentrl.engine.sglang.identity import TOGETHER
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.models.load import load_skeleton
-from agentrl.recipe.schema import LoraSection, ModelSection
+from agentrl.recipe.sections.model import LoraSection, ModelSection
 from agentrl.weights import Publisher, WeightSource
 
 

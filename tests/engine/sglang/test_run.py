@@ -13,7 +13,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.plugins.registry import make_tool
-from agentrl.recipe.schema import ToolSection
+from agentrl.recipe.sections.env import ToolSection
 from agentrl.training.run import train
 
 RECIPE = str(RECIPES / "gsm8k_tool.yaml")

@@ -105,7 +105,7 @@ async def test_its_log_moves_to_the_run_folder_while_it_writes(tmp_path: Path) -
 
 async def test_a_long_log_keeps_its_command_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched_server, "LOG_BYTES", 1500)
-    monkeypatch.setattr(launched_server, "LOG_END_BYTES", 500)
+    monkeypatch.setattr(launched_server, "LOG_END_BYTES", 700)
     program, log = tmp_path / "talks.py", tmp_path / "log"
     talk = 'for i in range(200):\n    print(f"line {i}", flush=True)\nprint("it serves"'
     program.write_text(FAKE.replace('print("it serves"', talk))

@@ -99,7 +99,7 @@ class Connection:
             kill_group(self._server_log.process_group)
 
     async def tools(self) -> Sequence[Any]:
-        """Return what the server offers, as `mcp_types.Tool`. Raises ConnectError."""
+        """What the server offers, as `mcp_types.Tool`. Raises ConnectError."""
         found: list[Any] = []
         cursor = None
         try:
@@ -114,7 +114,7 @@ class Connection:
         return found
 
     async def call(self, name: str, arguments: dict[str, Json]) -> Any:
-        """Return the `mcp_types.CallToolResult`. Raises RefusedError and BrokenError."""
+        """The `mcp_types.CallToolResult`. Raises RefusedError and BrokenError."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
@@ -152,7 +152,7 @@ class Connection:
 
 
 async def connect(endpoint: Endpoint, mode: str, seconds: float, retries: int) -> Connection:
-    """Return an open connection, after a back-off with jitter for each failure. Raises ConnectError of the last
+    """An open connection, after a back-off with jitter for each failure. Raises ConnectError of the last
     attempt."""
     attempt = 0
     while True:
@@ -171,7 +171,7 @@ async def connect(endpoint: Endpoint, mode: str, seconds: float, retries: int) -
 
 
 def _why(error: BaseException | None) -> str:
-    """Return the innermost of an exception group, on one line."""
+    """The innermost of an exception group, on one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if error is None:
@@ -184,7 +184,7 @@ def _why(error: BaseException | None) -> str:
 
 
 def _protocol_errors() -> tuple[type[Exception], ...]:
-    """Return what the client raises for a server that does not keep to the protocol, or is gone."""
+    """What the client raises for a server that does not keep to the protocol, or is gone."""
     import anyio
     from mcp import MCPError
     from pydantic import ValidationError
@@ -211,7 +211,7 @@ class Pool:
         self._slots[0] = connection
 
     async def connection(self) -> Connection:
-        """Return one that is alive, in turn. Raises ConnectError."""
+        """One that is alive, in turn. Raises ConnectError."""
         slot = self._next = (self._next + 1) % len(self._slots)
         current = self._slots[slot]
         if current is not None and current.alive:

@@ -21,7 +21,8 @@ from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
 from agentrl.errors import UserError
-from agentrl.recipe.secrets import masked_text, masked_words
+from agentrl.recipe.secrets import masked_words
+from agentrl.secrets import masked_text
 
 _KEPT_LINES = 6
 _KEPT_CHARACTERS = 300  # of a line
@@ -44,7 +45,7 @@ class ServerLog:
         self._open = self._open[-_KEPT_CHARACTERS:]
 
     def summary(self) -> str:
-        """Return it as the end of a sentence, on one line."""
+        """It as the end of a sentence, on one line."""
         ended = "" if self.exit_code is None else f"; it ended with exit code {self.exit_code}"
         lines = [*self._lines, *([self._open.strip()] if self._open.strip() else [])][-_KEPT_LINES:]
         return ended + (f"; its last words: {' | '.join(lines)}" if lines else "")

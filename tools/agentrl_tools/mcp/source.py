@@ -18,7 +18,7 @@ from agentrl_tools.mcp.endpoint import Command, Endpoint, Url
 
 
 def response_of(result: Any) -> ToolResponse:
-    """Return text as text, images as images (as `data:` URLs, embedded resources too), other content by a line that
+    """Text as text, images as images (as `data:` URLs, embedded resources too), other content by a line that
     says what it is; structured content as JSON where there is no other."""
     texts: list[str] = []
     images: list[str] = []
@@ -49,7 +49,7 @@ def _text(block: Any) -> str:
 
 
 def _image_data(block: Any) -> str | None:
-    """Return the base64 text of an image, whatever its format is."""
+    """The base64 text of an image, whatever its format is."""
     if block.type == "image":
         return str(block.data)
     resource = block.resource if block.type == "resource" else None
@@ -105,7 +105,7 @@ class McpTool(Tool):
 
 
 def parameters_of(schema: Mapping[str, Json]) -> dict[str, Json]:
-    """Return a schema with the keys that templates and checks rely on. Unknown arguments are refused where the schema
+    """A schema with the keys that templates and checks rely on. Unknown arguments are refused where the schema
     lists the known ones and nothing else in it can name further ones: a slip of the model is then told to it."""
     made = {"properties": {}, **schema, "type": "object"}
     if not isinstance(made["properties"], Mapping):
@@ -193,7 +193,7 @@ class McpSource(ToolSource):
         await asyncio.gather(*(lease.connection.close() for lease in leases), *([pool.close()] if pool else []))
 
     async def lease(self, session: Session) -> _Lease | None:
-        """Return what a request needs for itself. Raises InfrastructureError."""
+        """What a request needs for itself. Raises InfrastructureError."""
         if not self._own:
             return None
         if lease := self._leases.get(session.id):
@@ -249,7 +249,7 @@ class McpSource(ToolSource):
             pool.kill()
 
     def chosen(self, offered: Sequence[Any]) -> list[Tool]:
-        """Return those of `mcp_types.Tool` that the recipe wants. Raises UserError: none, or a name that fits
+        """Those of `mcp_types.Tool` that the recipe wants. Raises UserError: none, or a name that fits
         nothing."""
         names = [tool.name for tool in offered]
         for pattern in [*(self._include or ()), *self._exclude]:

@@ -41,7 +41,7 @@ _PLACE = re.compile(r"\{(\w+)\}")
 
 
 def read_template(template: str) -> str:
-    """Return the text, or that of the file which it names. Raises ValueError for a place that nothing fills."""
+    """The text, or that of the file which it names. Raises ValueError for a place that nothing fills."""
     if "\n" not in template and "{" not in template and Path(template).is_file():
         template = Path(template).read_text(encoding="utf-8")
     places = set(_PLACE.findall(template))
@@ -85,7 +85,7 @@ def _text(message: Message) -> str:
 
 
 def _shown(messages: Sequence[Message]) -> list[dict[str, Json]]:
-    """Return the images of a conversation as parts of a request."""
+    """The images of a conversation as parts of a request."""
     kept = hashes([stored(message) for message in messages])
     return [sent_part({"type": "image", "image": key}) for key in kept]
 
@@ -111,7 +111,7 @@ class ScoreReader:
         self._field, self._scale = field, scale
 
     def read(self, reply: str) -> float | None:
-        """Return the score from 0 to 1; None where there is no number, or one off the scale."""
+        """The score from 0 to 1; None where there is no number, or one off the scale."""
         found = self._of_json(reply) if self._field else self._of_text(reply)
         try:
             number = float(str(found))
@@ -127,7 +127,7 @@ class ScoreReader:
             return None
 
     def _of_json(self, reply: str) -> object:
-        """Return the field of the last object that has it."""
+        """The field of the last object that has it."""
         decoder, at, found = json.JSONDecoder(), 0, None
         while (at := reply.find("{", at)) >= 0:
             try:
@@ -144,7 +144,7 @@ _WAIT = 30.0  # seconds for another process that writes
 
 
 def default_path() -> Path:
-    """Return `judge.sqlite` in the user's cache folder."""
+    """`judge.sqlite` in the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl" / "judge.sqlite"
 
 
@@ -157,7 +157,7 @@ class ReplyCache:
         self._open: sqlite3.Connection | None = None
 
     async def get(self, key: str) -> str | None:
-        """Return the reply that was kept under `key`, or None."""
+        """The reply that was kept under `key`, or None."""
         return await in_thread(self._get, key)
 
     async def put(self, key: str, reply: str) -> None:
@@ -337,7 +337,7 @@ class _Line:
 
 
 def _key(name: str, base_url: str | None) -> str:
-    """Return the key; a server of one's own often wants none, OpenAI's does."""
+    """The key; a server of one's own often wants none, OpenAI's does."""
     key = os.environ.get(name)
     if key is None and base_url is None and "OPENAI_BASE_URL" not in os.environ:
         raise UserError(f"judge: the environment variable {name} is not set; set it, or give base_url")

@@ -41,7 +41,7 @@ class Match(Reward):
         return 1.0 if self.right(sample.answer, truth_of(sample.task, self._truth)) else 0.0
 
     def right(self, text: str, truth: Any) -> bool:
-        """Return whether a text answers with the truth, or with one of several. Raises ValueError for a truth that is
+        """Whether a text answers with the truth, or with one of several. Raises ValueError for a truth that is
         none."""
         given = self._given(text)
         truths = truth if isinstance(truth, Sequence) and not isinstance(truth, str) else (truth,)
@@ -78,13 +78,13 @@ class Match(Reward):
 
 
 def normalized(text: str) -> str:
-    """Return a text for comparison: case folded, white space collapsed, articles and surrounding punctuation gone."""
+    """A text for comparison: case folded, white space collapsed, articles and surrounding punctuation gone."""
     plain = _OPENING.sub("", unicodedata.normalize("NFKC", text).casefold()).rstrip(_EDGES)
     return " ".join(_ARTICLE.sub(" ", plain).split()) or plain
 
 
 def _is_number(text: str) -> bool:
-    """Return whether it is a number and nothing else: then other spellings of that number are right too."""
+    """Whether it is a number and nothing else: then other spellings of that number are right too."""
     try:
         Fraction(text.strip().replace(",", "").removeprefix("$"))
     except (ValueError, ZeroDivisionError):

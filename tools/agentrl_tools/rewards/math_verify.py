@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from agentrl.plugins.reward import Reward, Sample
 from agentrl.plugins.types import InfrastructureError, Json
 from agentrl.threads import in_thread
+from agentrl_tools.extras import require
 from agentrl_tools.rewards.truth import marked, truth_of
 
 
@@ -33,6 +34,7 @@ class MathVerify(Reward):
     def __init__(self, truth: str | None = None, seconds: float = 5.0, workers: int = 0, memory_mb: int = 2048) -> None:
         if seconds <= 0 or workers < 0 or memory_mb < 256:
             raise ValueError("seconds must be above 0, workers 0 or more, memory_mb 256 or more")
+        require("math_verify", "math")
         self._truth = truth
         self._pool = MathPool(workers or min(4, os.cpu_count() or 1), seconds, memory_mb)
 
@@ -63,7 +65,7 @@ class MathPool:
         self._live: set[_Worker] = set()
 
     def compare(self, gold: str, answer: str) -> bool:
-        """Return whether the answer equals the truth; an answer that takes too long does not. Blocks: call it in
+        """Whether the answer equals the truth; an answer that takes too long does not. Blocks: call it in
         `threads`.
 
         Raises ValueError for a truth that cannot be read, InfrastructureError when processes die of something else.
@@ -133,7 +135,7 @@ class _Worker:
             raise InfrastructureError("the process of math_verify is gone") from error
 
     def _reply(self) -> dict[str, Json]:
-        """Return the next line. A process that the kernel ended for its CPU time was late; any other end is an
+        """The next line. A process that the kernel ended for its CPU time was late; any other end is an
         error."""
         end = time.monotonic() + WALL
         stream = self._process.stdout

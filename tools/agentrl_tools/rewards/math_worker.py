@@ -65,7 +65,7 @@ def _serve(request: dict[str, str], seconds: float, out: Any) -> None:
 
 
 def _read(text: str) -> list[Any]:
-    """Return the expression that a text marks, or else holds; empty where there is none."""
+    """The expression that a text marks, or else holds; empty where there is none."""
     from math_verify import parse
 
     from agentrl_tools.rewards.truth import marked

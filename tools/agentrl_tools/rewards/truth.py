@@ -10,7 +10,7 @@ TRUTH_FIELDS = ("ground_truth", "reward_model.ground_truth", "answer")
 
 
 def field_of(data: Mapping[str, Json], path: str) -> Json:
-    """Return `reward_model.ground_truth` of nested mappings; None where it is not there."""
+    """`reward_model.ground_truth` of nested mappings; None where it is not there."""
     if path in data:
         return data[path]
     found: Json = data
@@ -22,7 +22,7 @@ def field_of(data: Mapping[str, Json], path: str) -> Json:
 
 
 def truth_of(task: Task, field: str | None = None) -> Json:
-    """Return the task's ground truth: of that field, else of the first of `TRUTH_FIELDS` that it has. Raises
+    """The task's ground truth: of that field, else of the first of `TRUTH_FIELDS` that it has. Raises
     ValueError."""
     for path in (field,) if field else TRUTH_FIELDS:
         value = field_of(task.data, path)
@@ -34,7 +34,7 @@ def truth_of(task: Task, field: str | None = None) -> Json:
 
 
 def marked(text: str) -> str | None:
-    """Return what stands in the last mark: `#### x`, `\\boxed{x}` or `<answer>x</answer>`; None where there is none.
+    """What stands in the last mark: `#### x`, `\\boxed{x}` or `<answer>x</answer>`; None where there is none.
     Linear in the text, whatever it holds."""
     found = [mark for mark in (hashed(text), boxed(text), _tagged(text)) if mark is not None]
     return max(found, key=lambda mark: mark[0])[1] if found else None

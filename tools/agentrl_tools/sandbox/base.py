@@ -86,7 +86,7 @@ class Execution:
 
 
 def shortened(text: str, most: int) -> str:
-    """Return `text`, or its beginning and its end where it is longer than `most` characters."""
+    """`text`, or its beginning and its end where it is longer than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -113,7 +113,7 @@ class Sandbox(ABC):
 
     @abstractmethod
     async def open(self) -> SandboxSession:
-        """Return a session whose interpreter nobody has used. Raises InfrastructureError when it cannot be had."""
+        """A session whose interpreter nobody has used. Raises InfrastructureError when it cannot be had."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -8,11 +8,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from agentrl.errors import UserError
-from agentrl.plugins.types import InfrastructureError
+from agentrl.containment.bubblewrap import NEEDS
+from agentrl.containment.spawner import READY, Process, Spawner, wait_ready
+from agentrl.errors import InfrastructureError, UserError
 from agentrl_tools.sandbox.base import Execution, Limits, Sandbox, SandboxSession, Stop
-from agentrl_tools.sandbox.spawner import READY, Process, Spawner, wait_ready
-from agentrl_tools.sandbox.system import find_bwrap, launch_config
+from agentrl_tools.sandbox.system import find_bwrap, sandbox_config
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -22,18 +22,18 @@ class BrokenReplyError(Exception):
 
 
 def request(code: str, seconds: float) -> bytes:
-    """Return a call, as the supervisor reads it."""
+    """A call, as the supervisor reads it."""
     data = code.encode("utf-8", "surrogatepass")
     return struct.pack("<Id", len(data), seconds) + data
 
 
 def longest_reply(limits: Limits) -> int:
-    """Return bytes that no reply exceeds."""
+    """Bytes that no reply exceeds."""
     return 16 * limits.output + 2 * limits.image_bytes + (1 << 20)
 
 
 def read_reply(data: bytes, limits: Limits, lost_before: bool, seconds: float) -> tuple[Execution, bool]:
-    """Return the execution, and whether the sandbox itself is spoilt. Raises BrokenReplyError."""
+    """The execution, and whether the sandbox itself is spoilt. Raises BrokenReplyError."""
     texts: dict[bytes, str] = {}
     images: list[bytes] = []
     cut = False
@@ -95,7 +95,7 @@ class BwrapSandbox(Sandbox):
         self.limits = limits
         self._pool = pool
         bwrap = find_bwrap()
-        self._config = launch_config(bwrap, limits, packages, ordinary=runs_as_ordinary(bwrap))
+        self._config = sandbox_config(bwrap, limits, packages, ordinary=runs_as_ordinary(bwrap))
         self._spawner: Spawner | None = None
         self._ahead: deque[Process] = deque()
 
@@ -103,7 +103,7 @@ class BwrapSandbox(Sandbox):
         return BwrapSession(self, await self.take())
 
     async def take(self) -> Process:
-        """Return an interpreter that nobody has used, ready. Raises InfrastructureError when none can be started."""
+        """An interpreter that nobody has used, ready. Raises InfrastructureError when none can be started."""
         said = ""
         for _ in range(_ATTEMPTS):
             process = self._next()
@@ -234,7 +234,7 @@ def runs_as_ordinary(bwrap: str) -> bool:
     """Try a sandbox. True: as root, it runs as an ordinary user. Raises UserError with bubblewrap's own words."""
     said = ""
     for ordinary in (True, False) if os.getuid() == 0 else (False,):
-        spawner = Spawner(launch_config(bwrap, Limits(), (), ordinary=ordinary))
+        spawner = Spawner(sandbox_config(bwrap, Limits(), (), ordinary=ordinary))
         try:
             process = spawner.spawn()
             said = wait_ready(process, _READY_SECONDS) or ""
@@ -247,8 +247,6 @@ def runs_as_ordinary(bwrap: str) -> bool:
         if not said:
             return ordinary
     raise UserError(
-        f"sandbox backend 'bwrap': bubblewrap does not work here ({' '.join(said.split())[:300]}); it needs user "
-        "namespaces (sysctl user.max_user_namespaces above 0, kernel.unprivileged_userns_clone=1, "
-        "kernel.apparmor_restrict_unprivileged_userns=0) and, in a container, --security-opt seccomp=unconfined "
-        "--security-opt systempaths=unconfined; or set E2B_API_KEY and use the backend 'e2b'"
+        f"sandbox backend 'bwrap': bubblewrap does not work here ({' '.join(said.split())[:300]}); {NEEDS}; or set "
+        f"E2B_API_KEY and use the backend 'e2b'"
     )

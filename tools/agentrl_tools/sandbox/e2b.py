@@ -167,18 +167,18 @@ class _Heard:
 
 
 def usable() -> bool:
-    """Return whether environment variables say how to reach the service."""
+    """Whether environment variables say how to reach the service."""
     return bool(os.environ.get("E2B_API_KEY")) or os.environ.get("E2B_DEBUG", "").lower() == "true"
 
 
 def _picture(result: Any) -> str | None:
-    """Return the image of a result, in base64."""
+    """The image of a result, in base64."""
     found: str | None = result.png or result.jpeg
     return found
 
 
 def _decoded(picture: str) -> bytes:
-    """Return the bytes of an image; of what is not base64 its text, which whoever is to show it refuses."""
+    """The bytes of an image; of what is not base64 its text, which whoever is to show it refuses."""
     try:
         return base64.b64decode(picture, validate=False)
     except binascii.Error:

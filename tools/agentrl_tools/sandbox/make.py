@@ -13,7 +13,7 @@ BACKENDS = ("auto", "bwrap", "e2b")
 def make_sandbox(
     backend: str = "auto", *, limits: Limits | None = None, pool: int = 4, packages: Sequence[str] = ()
 ) -> Sandbox:
-    """Return a sandbox for code that a model wrote.
+    """A sandbox for code that a model wrote.
 
     backend: `bwrap` (bubblewrap on this machine), `e2b` (the service, its key in the environment), or `auto`, the first
     of them that works here. limits: None means the defaults; `e2b` enforces its own, but for time and output. pool: how

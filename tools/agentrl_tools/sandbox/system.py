@@ -1,26 +1,22 @@
 """What a sandboxed interpreter sees of this machine, read-only: itself, its library, the system's libraries."""
 
-import contextlib
-import importlib.util
 import os
-import py_compile
 import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from agentrl.containment.bubblewrap import INSIDE, compile_modules, isolation, launch_config, socket_bytes
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
 from agentrl_tools.sandbox.base import Limits
-from agentrl_tools.sandbox.seccomp import filter_program
 
-SANDBOX_USER = 1000  # inside
-ORDINARY_USER = 65534  # outside, in place of root
 _SESSION = 3  # the descriptor of the host's socket
 _OUTPUT_BYTES = 16 << 20
 _SHARED_BYTES = 16 << 20
-_RUNTIME = "/runtime"
+_OWN = Path(__file__).parent / "inside"
+_RUNTIME, _SHARED = "/runtime", "/containment"  # where its modules are, inside
 _HOME = "/tmp"
 _LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/lib32")
 _ROOT_LINKS = ("/lib", "/lib64")
@@ -33,7 +29,7 @@ _ENVIRONMENT = {
 
 
 def find_bwrap() -> str:
-    """Return the path of bubblewrap. Raises UserError when it is not installed."""
+    """The path of bubblewrap. Raises UserError when it is not installed."""
     path = shutil.which("bwrap")
     if path is None:
         raise UserError(
@@ -43,49 +39,27 @@ def find_bwrap() -> str:
     return path
 
 
-def launch_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordinary: bool) -> dict[str, Json]:
-    """Return what the launcher needs to know. ordinary: run as an ordinary user although we are root."""
+def sandbox_config(bwrap: str, limits: Limits, packages: Sequence[str], *, ordinary: bool) -> dict[str, Json]:
+    """What the launcher needs to know. ordinary: run as an ordinary user although we are root."""
     places = [f"/packages/{n}" for n in range(len(packages))]
-    binds = [*_interpreter(), (str(Path(__file__).parent / "inside"), _RUNTIME)]
-    binds += [(_folder(source), place) for source, place in zip(packages, places, strict=True)]
-    path = [_RUNTIME, *places]
-    known = asdict(limits) | {"count_processes": ordinary or os.getuid() != 0, "socket_bytes": _socket_bytes()}
-    start = f"import sys; sys.path[:0] = {path[:1]!r}; sys.path += {path[1:]!r}; import supervisor; "
+    shown = [*_interpreter(), (str(INSIDE), _SHARED), (str(_OWN), _RUNTIME)]
+    shown += [(_folder(source), place) for source, place in zip(packages, places, strict=True)]
+    known = asdict(limits) | {"count_processes": ordinary or os.getuid() != 0, "socket_bytes": socket_bytes()}
+    start = f"import sys; sys.path[:0] = {[_RUNTIME, _SHARED]!r}; sys.path += {places!r}; import supervisor; "
     start += f"supervisor.main({_SESSION}, {known!r})"
-    _compile_runtime()
-    return {
-        "bwrap": bwrap, "uid": ORDINARY_USER if ordinary else None, "binds": [list(bind) for bind in binds],
-        "before": _namespaces(limits), "filter": filter_program().hex(),
-        "passwd": f"user:x:{SANDBOX_USER}:{SANDBOX_USER}::{_HOME}:/bin/false\n", "group": f"user:x:{SANDBOX_USER}:\n",
-        "after": [*_afterwards(), "/python/bin/python3", "-I", "-S", "-B", "-c", start],
-    }  # fmt: skip
-
-
-def _socket_bytes() -> int:
-    """Return what a socket's buffers may hold, which a sandbox cannot enlarge."""
-    return sum(int(Path(f"/proc/sys/net/core/{one}_default").read_text()) for one in ("wmem", "rmem"))
-
-
-def _namespaces(limits: Limits) -> list[str]:
-    arguments = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--as-pid-1"]
-    arguments += ["--uid", str(SANDBOX_USER), "--gid", str(SANDBOX_USER), "--hostname", "sandbox"]
-    arguments += ["--cap-drop", "ALL", "--clearenv"]
+    compile_modules(INSIDE)
+    compile_modules(_OWN)
+    before = ["--clearenv"]
     for name, value in _ENVIRONMENT.items():
-        arguments += ["--setenv", name, value]
-    arguments += ["--proc", "/proc", "--dev", "/dev"]
-    for size, place in ((_SHARED_BYTES, "/dev/shm"), (limits.disk, "/tmp"), (_OUTPUT_BYTES, "/run")):
-        arguments += ["--size", str(size), "--tmpfs", place]
-    return arguments
-
-
-def _afterwards() -> list[str]:
-    """Return options for the two file systems that bubblewrap made and that could still be written."""
-    return ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _HOME, "--"]
+        before += ["--setenv", name, value]
+    before += isolation({"/dev/shm": _SHARED_BYTES, _HOME: limits.disk, "/run": _OUTPUT_BYTES})
+    after = ["--chdir", _HOME, "--", "/python/bin/python3", "-I", "-S", "-B", "-c", start]
+    binds = [("--ro-bind", source, place) for source, place in shown]
+    return launch_config(bwrap, ordinary, before=before, binds=binds, after=after, home=_HOME)
 
 
 def _interpreter() -> list[tuple[str, str]]:
-    """Return (place here, place there) of the interpreter, its libraries and the system's."""
+    """(place here, place there) of the interpreter, its libraries and the system's."""
     executable = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     binds = [(folder, folder) for folder in _LIBRARIES if os.path.isdir(folder)]
     binds += [(os.path.realpath(link), link) for link in _ROOT_LINKS if os.path.isdir(link)]
@@ -101,14 +75,3 @@ def _folder(path: str) -> str:
     if not os.path.isdir(path):
         raise UserError(f"sandbox: there is no folder {path!r} of packages; name folders that hold importable packages")
     return os.path.realpath(path)
-
-
-def _compile_runtime() -> None:
-    """Spare every sandbox the compilation, where this package's folder can be written."""
-    for path in (Path(__file__).parent / "inside").glob("*.py"):
-        with contextlib.suppress(OSError):
-            if os.path.getmtime(importlib.util.cache_from_source(str(path))) < path.stat().st_mtime:
-                raise FileNotFoundError
-            continue
-        with contextlib.suppress(OSError, py_compile.PyCompileError):
-            py_compile.compile(str(path))

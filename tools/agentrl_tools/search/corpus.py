@@ -22,7 +22,7 @@ class Document(NamedTuple):
 
 
 def corpus_files(corpus: Path) -> list[Path]:
-    """Return the files that a corpus is made of, in order. Raises UserError when it is none."""
+    """The files that a corpus is made of, in order. Raises UserError when it is none."""
     if corpus.is_file():
         if file_type(corpus) is None:
             raise UserError(f"search corpus {corpus}: ends in {corpus.suffix!r}; {_WANTS}")
@@ -37,7 +37,7 @@ def corpus_files(corpus: Path) -> list[Path]:
 
 
 def read_corpus(files: Iterable[Path]) -> list[Document]:
-    """Return all documents of the files. Raises UserError with file, line (or row) and field."""
+    """All documents of the files. Raises UserError with file, line (or row) and field."""
     documents = [d for path in files for d in (_text_file(path) if path.suffix in TEXT_TYPES else _rows(path))]
     if not documents:
         raise UserError(f"search corpus {', '.join(map(str, files))}: contains no document")
@@ -45,7 +45,7 @@ def read_corpus(files: Iterable[Path]) -> list[Document]:
 
 
 def from_contents(contents: str) -> Document:
-    """Return a document in Search-R1's shape: the title, often in quotes, on the first line of its `contents`."""
+    """A document in Search-R1's shape: the title, often in quotes, on the first line of its `contents`."""
     title, newline, text = contents.partition("\n")
     return Document(title.strip().strip('"'), text.strip()) if newline else Document("", contents.strip())
 

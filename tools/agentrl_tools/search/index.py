@@ -107,7 +107,7 @@ class Bm25Index:
         return cls(documents, engine, settings)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Return for each query its best documents, best first, without those that share no word with it."""
+        """For each query its best documents, best first, without those that share no word with it."""
         words = _bm25s().tokenize(
             list(queries),
             token_pattern=_WORD,
@@ -118,7 +118,7 @@ class Bm25Index:
         return [self._best([w for w in said if w], k) for said in words]
 
     def _best(self, words: list[str], k: int) -> list[Hit]:
-        """Return the best among those that share a word with the query: most documents do not."""
+        """The best among those that share a word with the query: most documents do not."""
         import numpy
 
         if not words:
@@ -151,7 +151,7 @@ class Bm25Index:
 
 
 def open_index(corpus: Path, settings: Settings, cache: Path | None) -> Bm25Index:
-    """Return the index of a corpus on disk, from the cache where it is there and whole.
+    """The index of a corpus on disk, from the cache where it is there and whole.
 
     cache: a folder; None: `agentrl/search` in the user's cache folder. Raises UserError for the corpus, and when the
     cache cannot be written.
@@ -218,14 +218,14 @@ def _remove_stale(root: Path) -> None:
 
 
 def _key(corpus: Path, files: Sequence[Path], settings: Settings) -> str:
-    """Return a key made of what the corpus is (names, sizes, times of change) and how it is indexed."""
+    """A key made of what the corpus is (names, sizes, times of change) and how it is indexed."""
     stamps = [(str(p.relative_to(corpus.parent)), p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     what = [_FORMAT, _bm25s().__version__, str(corpus.resolve()), settings, stamps]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
 def _sum(path: Path) -> int:
-    """Return a checksum, or 0 for a file that would take long."""
+    """A checksum, or 0 for a file that would take long."""
     return zlib.crc32(path.read_bytes()) if path.stat().st_size <= _SUMMED else 0
 
 

@@ -38,7 +38,7 @@ class Batcher(Generic[Q, A]):
         self._workers: set[asyncio.Task[None]] = set()
 
     async def ask(self, question: Q) -> A:
-        """Return its answer. Raises what `answer` raised for its batch."""
+        """Its answer. Raises what `answer` raised for its batch."""
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._waiting.append((question, future))
         if len(self._workers) < self._concurrency:
@@ -121,7 +121,7 @@ class Pace:
 
 
 async def persist(work: Callable[[float], Awaitable[T]], retries: int, deadline: float) -> T:
-    """Return the result of `work(seconds left)`, tried again after a TryAgainError with exponential back-off and
+    """The result of `work(seconds left)`, tried again after a TryAgainError with exponential back-off and
     jitter.
 
     deadline: on the clock of time.monotonic(). Raises GaveUpError after `retries` further attempts or when the next
@@ -144,7 +144,7 @@ async def persist(work: Callable[[float], Awaitable[T]], retries: int, deadline:
 
 
 def _backoff(attempt: int) -> float:
-    """Return seconds to wait: half of it fixed, half of it random, so that those who failed together do not come back
+    """Seconds to wait: half of it fixed, half of it random, so that those who failed together do not come back
     together."""
     most = min(_LONGEST, _FIRST * 2.0 ** (attempt - 1))
     return most * (0.5 + 0.5 * random.random())
@@ -181,7 +181,7 @@ class Retriever:
         self._lines: PerLoop[_Line] = PerLoop(self._open)
 
     async def search(self, query: str, before: float) -> list[Hit]:
-        """Return the passages of a query. before: on the clock of time.monotonic().
+        """The passages of a query. before: on the clock of time.monotonic().
 
         Raises InfrastructureError when the retriever does not answer, refuses, or answers what cannot be read.
         """
@@ -265,7 +265,7 @@ class _Line:
 
 
 async def _bounded(content: Any) -> bytes:
-    """Return the body. Raises TryAgainError where it is cut off, InfrastructureError where it is too long."""
+    """The body. Raises TryAgainError where it is cut off, InfrastructureError where it is too long."""
     raw = bytearray()
     async for chunk in content.iter_any():
         raw += chunk
@@ -313,7 +313,7 @@ def _without_password(url: str) -> str:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Return seconds of a `Retry-After`, which is a number or a date; None where there is none that can be read."""
+    """Seconds of a `Retry-After`, which is a number or a date; None where there is none that can be read."""
     if value is None:
         return None
     try:

@@ -23,7 +23,7 @@ class Backend(Protocol):
     """Finds passages. before: on the clock of time.monotonic()."""
 
     async def search(self, query: str, before: float) -> list[Hit]:
-        """Return the passages for a query, the best first. Raises InfrastructureError."""
+        """The passages for a query, the best first. Raises InfrastructureError."""
 
     async def close(self) -> None:
         """Release connections and threads."""
@@ -87,14 +87,14 @@ class Search(Tool):
 
     @classmethod
     def over(cls, documents: Sequence[Document], topk: int = 3, max_query: int = 500) -> "Search":
-        """Return a tool over documents that are at hand, indexed in memory."""
+        """A tool over documents that are at hand, indexed in memory."""
         made = cls.__new__(cls)
         made._limit, made._max_passage = max_query, 2000
         made._backend = _Local(Bm25Index.build(documents, Settings()), topk, 1)
         return made
 
     def look_up(self, query: str) -> str:
-        """Return what the model would read, at once. Raises TypeError where there is no index here."""
+        """What the model would read, at once. Raises TypeError where there is no index here."""
         if not isinstance(self._backend, _Local):
             raise TypeError("a retriever over HTTP is asked with `execute`")
         return self.shown(self._backend.index.search([query], self._backend.topk)[0])
@@ -109,7 +109,7 @@ class Search(Tool):
         return ToolResponse(self.shown(hits), metrics={"found": float(len(hits))})
 
     def shown(self, hits: Sequence[Hit]) -> str:
-        """Return the passages as the model reads them, numbered as in Search-R1."""
+        """The passages as the model reads them, numbered as in Search-R1."""
         if not hits:
             return NOTHING
         return "\n".join(f"Doc {i}{self._passage(hit.document)}" for i, hit in enumerate(hits, 1))

@@ -1,28 +1,16 @@
-"""What the trackers share: their package, a step's numbers, and a conversation as text or in a table."""
+"""What the trackers share: a step's numbers, and a conversation as text or in a table."""
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
-from agentrl.errors import UserError
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Json
 
 
-def package(module: str, extra: str) -> Any:
-    """Return a module of the extra's package. Raises UserError where it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"it needs a package that is not installed ({error}): pip install 'agentrl[{extra}]'"
-        ) from error
-
-
 def numbers(metrics: Mapping[str, Json]) -> dict[str, float]:
-    """Return the finite numbers of a row of metrics, without its step."""
+    """The finite numbers of a row of metrics, without its step."""
     return {
         name: float(value)
         for name, value in metrics.items()
@@ -31,7 +19,7 @@ def numbers(metrics: Mapping[str, Json]) -> dict[str, float]:
 
 
 def text_of(sample: Mapping[str, Json]) -> str:
-    """Return a conversation as Markdown; what was said stands in it as code, and so stays text."""
+    """A conversation as Markdown; what was said stands in it as code, and so stays text."""
     lines = [f"**{_line(sample['task'])}** · reward {sample['reward']} · {_solved(sample)} · {sample['finish']}"]
     for message in sample["messages"]:
         content = message.get("content")

@@ -7,7 +7,8 @@ import yaml
 
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Json
-from agentrl_tools.trackers.shared import numbers, package, text_of
+from agentrl_tools.extras import package
+from agentrl_tools.trackers.shared import numbers, text_of
 
 
 class TensorBoard(Tracker):

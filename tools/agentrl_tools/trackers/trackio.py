@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from agentrl.plugins.types import Json
-from agentrl_tools.trackers.shared import TableTracker, package
+from agentrl_tools.extras import package
+from agentrl_tools.trackers.shared import TableTracker
 
 
 class Trackio(TableTracker):

@@ -5,7 +5,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from agentrl.plugins.types import Json
-from agentrl_tools.trackers.shared import TableTracker, package
+from agentrl_tools.extras import package
+from agentrl_tools.trackers.shared import TableTracker
 
 
 class WeightsAndBiases(TableTracker):

@@ -71,7 +71,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> Any:
-        """Return the schema that the tool was made with."""
+        """The schema that the tool was made with."""
         return getattr(self, "tool_schema", None)
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
@@ -83,7 +83,7 @@ class BaseTool:
         return ToolResponse(text=json.dumps(parameters)), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """Return the reward of a use."""
+        """The reward of a use."""
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -91,7 +91,7 @@ class BaseTool:
 
 
 def rollout_trace_op(function: object) -> Any:
-    """Return the function as it is."""
+    """The function as it is."""
     return function
 
 
@@ -112,7 +112,7 @@ _MODULES: dict[str, tuple[Any, ...]] = {
 
 
 def installed() -> bool:
-    """Return whether verl itself can be imported (a stand-in does not count)."""
+    """Whether verl itself can be imported (a stand-in does not count)."""
     return ("verl" not in sys.modules and find_spec("verl") is not None) or _is_real(sys.modules.get("verl"))
 
 

@@ -29,7 +29,7 @@ def verl_tools(
     schema: dict[str, Json] | str | None = None,
     file: str | None = None,
 ) -> Tool | ToolSource:
-    """Return tools written against verl's BaseTool, as they are.
+    """Tools written against verl's BaseTool, as they are.
 
     tool: `package.module:Class` (or with dots, as verl writes it). config: what its constructor gets. schema: its
     description in the shape of the OpenAI API, or a YAML or JSON file that holds it; None where the class has its own.
@@ -167,7 +167,7 @@ def _as_model(schema: Mapping[str, Json]) -> Any:
 
 
 def _described(made: object, given: Mapping[str, Json] | None, where: str) -> dict[str, Json]:
-    """Return the tool's own `function` part: of its `get_openai_tool_schema`, else what was given."""
+    """The tool's own `function` part: of its `get_openai_tool_schema`, else what was given."""
     own: Any = made.get_openai_tool_schema() if hasattr(made, "get_openai_tool_schema") else None
     if own is None:
         own = getattr(made, "tool_schema", None) or given
@@ -197,7 +197,7 @@ def _read(file: str) -> Any:
 
 
 def _wants_text(execute: Any) -> bool:
-    """Return whether `parameters` are annotated as text: the oldest tools read JSON themselves."""
+    """Whether `parameters` are annotated as text: the oldest tools read JSON themselves."""
     try:
         wanted = get_type_hints(execute).get("parameters")
     except (NameError, TypeError):
@@ -206,7 +206,7 @@ def _wants_text(execute: Any) -> bool:
 
 
 def _accepted(function: Any, kwargs: Mapping[str, Json]) -> dict[str, Json]:
-    """Return `kwargs`; where it does not take every keyword, `create_kwargs` goes along only if it is asked for."""
+    """`kwargs`; where it does not take every keyword, `create_kwargs` goes along only if it is asked for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return dict(kwargs)
@@ -218,7 +218,7 @@ async def _settled(value: object) -> Any:
 
 
 def _said(response: object) -> tuple[str, tuple[Any, ...]]:
-    """Return text and images of what a tool returned: text, an object with `text` and `image`, or a dict with these."""
+    """Text and images of what a tool returned: text, an object with `text` and `image`, or a dict with these."""
     if response is None or isinstance(response, str):
         return response or "", ()
     fields = response if isinstance(response, Mapping) else vars(response)

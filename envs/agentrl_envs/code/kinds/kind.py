@@ -32,14 +32,14 @@ class Kind:
 
 
 def numbers(rng: Random, *near: int, low: int = -20, high: int = 20, most: int = 9) -> list[int]:
-    """Return a list of whole numbers, now and then empty, in which those of `near` (and their neighbours) come
+    """A list of whole numbers, now and then empty, in which those of `near` (and their neighbours) come
     often."""
     edges = [n + d for n in near for d in (-1, 0, 0, 1)]
     return [rng.choice(edges) if edges and rng.random() < 0.4 else rng.randint(low, high) for _ in _some(rng, most)]
 
 
 def word(rng: Random, letters: str = "", most: int = 8) -> str:
-    """Return letters, of which those given come often."""
+    """Letters, of which those given come often."""
     every = "abcdefghijklmnopqrstuvwxyz"
     return "".join(
         rng.choice(letters) if letters and rng.random() < 0.4 else rng.choice(every)
@@ -48,7 +48,7 @@ def word(rng: Random, letters: str = "", most: int = 8) -> str:
 
 
 def words(rng: Random, letters: str = "", most: int = 6) -> str:
-    """Return words with single spaces between them, now and then none."""
+    """Words with single spaces between them, now and then none."""
     return " ".join(word(rng, letters) for _ in _some(rng, most))
 
 

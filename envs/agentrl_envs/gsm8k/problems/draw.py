@@ -19,19 +19,19 @@ class Draw:
         self._large = large
 
     def between(self, low: int, high: int) -> int:
-        """Return a whole number, both ends included; `low` when the range is empty."""
+        """A whole number, both ends included; `low` when the range is empty."""
         return low + int(self._random() * (max(high, low) - low + 1))
 
     def small(self) -> int:
-        """Return a count or a price."""
+        """A count or a price."""
         return self.between(13, 20) if self._large else self.between(2, 12)
 
     def medium(self) -> int:
-        """Return a stock, a sum or an amount a day."""
+        """A stock, a sum or an amount a day."""
         return self.between(130, 300) if self._large else self.between(10, 120)
 
     def spare(self) -> int:
-        """Return what is left over after something else: keeps a derived number from being exactly used up."""
+        """What is left over after something else: keeps a derived number from being exactly used up."""
         return self.between(70, 200) if self._large else self.between(1, 60)
 
     def pick(self, options: Sequence[T]) -> T:
@@ -39,7 +39,7 @@ class Draw:
         return options[self.between(0, len(options) - 1)]
 
     def some(self, options: Sequence[T], count: int) -> list[T]:
-        """Return `count` different ones, in random order."""
+        """`count` different ones, in random order."""
         pool = list(options)
         return [pool.pop(self.between(0, len(pool) - 1)) for _ in range(count)]
 

@@ -9,7 +9,7 @@ _OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mul
 
 
 def parse(formula: str, numbers: Mapping[str, int]) -> Expression:
-    """Return the tree of a formula such as `n + a*c - m`, its names replaced by numbers."""
+    """The tree of a formula such as `n + a*c - m`, its names replaced by numbers."""
     return _tree(ast.parse(formula, mode="eval").body, numbers)
 
 
@@ -38,7 +38,7 @@ def apply(operator: str, left: int, right: int) -> int:
 
 
 def steps(expression: Expression) -> tuple[tuple[str, int], ...]:
-    """Return the operations in the order a person does them: `(("12*7", 84), ("84+5", 89))`. The last result is the
+    """The operations in the order a person does them: `(("12*7", 84), ("84+5", 89))`. The last result is the
     value."""
     done: list[tuple[str, int]] = []
 
@@ -58,7 +58,7 @@ _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def show(expression: Expression) -> str:
-    """Return the whole tree as one line, with the brackets that it needs: `(12+7)*3`."""
+    """The whole tree as one line, with the brackets that it needs: `(12+7)*3`."""
     return _show(expression, 0)
 
 

@@ -42,7 +42,7 @@ class Problem:
 
 
 def problem(split: str, index: int, seed: int = 0) -> Problem:
-    """Return the problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
+    """The problem at `index` (0 or more) of a split. Raises ValueError for an unknown split."""
     if split not in SPLITS:
         raise ValueError(f"no split {split!r}; known: {', '.join(SPLITS)}")
     draw = Draw(f"gsm8k/{seed}/{split}/{index}", large=split == "large")
@@ -64,7 +64,7 @@ def _drawn(draw: Draw, split: str) -> tuple[Kind, dict[str, int]]:
 
 @cache
 def _asked() -> frozenset[tuple[object, ...]]:
-    """Return kinds and numbers of `test` and `phrasing`, which are of the same numbers as `validation`."""
+    """Kinds and numbers of `test` and `phrasing`, which are of the same numbers as `validation`."""
     places = [f"gsm8k/0/{split}/{index}" for split in ("test", "phrasing") for index in range(HELD_OUT_SIZE)]
     drawn = [_drawn(Draw(place), "test") for place in places]
     return frozenset((kind.name, *numbers.items()) for kind, numbers in drawn)
@@ -78,7 +78,7 @@ def _numbers(kind: Kind, draw: Draw, split: str) -> dict[str, int]:
 
 
 def is_held_out(kind: str, numbers: dict[str, int]) -> bool:
-    """Return whether these numbers belong to the held-out side of a kind."""
+    """Whether these numbers belong to the held-out side of a kind."""
     text = f"{kind}:" + ",".join(f"{name}={numbers[name]}" for name in sorted(numbers))
     return hashlib.sha256(text.encode()).digest()[0] < _HELD_OUT_SHARE
 

@@ -49,7 +49,7 @@ def _insert_rules(text: str, rules: Mapping[str, str]) -> str:
 
 
 def _sequence(text: str) -> tuple[Sequence, str]:
-    """Return the parts up to the end of this alternative, and what follows, its `|` or `]` included."""
+    """The parts up to the end of this alternative, and what follows, its `|` or `]` included."""
     parts: list[str | Choice] = []
     literal = ""
     while text and text[0] not in "|]":
@@ -80,7 +80,7 @@ def _choice(text: str) -> tuple[Choice, str]:
 
 
 def expand(grammar: Sequence, draw: Draw, held_out: bool) -> str:
-    """Return one phrasing. Raises ValueError when a held-out one is asked for and the grammar has none."""
+    """One phrasing. Raises ValueError when a held-out one is asked for and the grammar has none."""
     if held_out and not has_held_out(grammar):
         raise ValueError("the grammar holds no phrasing out")
     while True:
@@ -90,7 +90,7 @@ def expand(grammar: Sequence, draw: Draw, held_out: bool) -> str:
 
 
 def _expand(grammar: Sequence, draw: Draw, held_out: bool) -> tuple[str, bool]:
-    """Return the text, and whether it contains a held-out alternative."""
+    """The text, and whether it contains a held-out alternative."""
     texts: list[str] = []
     unseen = False
     for part in grammar.parts:
@@ -105,13 +105,13 @@ def _expand(grammar: Sequence, draw: Draw, held_out: bool) -> tuple[str, bool]:
 
 
 def has_held_out(grammar: Sequence) -> bool:
-    """Return whether a grammar has a held-out alternative."""
+    """Whether a grammar has a held-out alternative."""
     choices = [p for p in grammar.parts if isinstance(p, Choice)]
     return any(c.unseen or any(has_held_out(s) for s in c.seen) for c in choices)
 
 
 def count(grammar: Sequence) -> int:
-    """Return how many phrasings the training alternatives yield."""
+    """How many phrasings the training alternatives yield."""
     product = 1
     for part in grammar.parts:
         if isinstance(part, Choice):

@@ -56,7 +56,7 @@ RULES = {
 
 
 def fillers(draw: Draw, numbers: dict[str, int]) -> dict[str, str]:
-    """Return what the placeholders stand for: `{A}` people, `{o}` things, `{n}` numbers and `{$n}` sums of money."""
+    """What the placeholders stand for: `{A}` people, `{o}` things, `{n}` numbers and `{$n}` sums of money."""
     first, second, third = draw.some(NAMES, 3)
     thing, other = draw.some(OBJECTS, 2)
     food, food2 = draw.some(FOODS, 2)

@@ -11,20 +11,19 @@ import _socket
 import ctypes
 import fcntl
 import os
-import resource
 import select
 import signal
 import struct
 import sys
 import time
 
-from measure import alive, files, kernel_memory, pids, proportional_memory, socket_memory, usage
+from measure import alive, confine, files, kernel_memory, page_tables, pids, proportional_memory, socket_memory, usage
 from worker import NONCE, Worker, field
 
 STOP, LOST, LOST_BEFORE, SPOILT, OUT, ERR, CUT = b"S", b"L", b"B", b"X", b"o", b"e", b"C"
 READY = b"ready\n"
 _FIRST_LOOK, _LOOK = 0.01, 0.05  # seconds after which, and between which, the use of resources is measured
-_GLANCE = 0.01  # seconds between looks at the sockets alone, which several processes fill fastest
+_GLANCE = 0.01  # seconds between looks at sockets and page tables alone, which several processes fill fastest
 _PAUSE = 5  # times as long as a measurement took, before the next one
 _GRACE = 0.5  # seconds from the interrupt to the kill
 _OUTPUTS = "/run"
@@ -48,8 +47,10 @@ class Supervisor:
         self.start_worker()
 
     def start_worker(self) -> None:
-        """Fork a worker, and keep our end of its connection."""
+        """Fork a worker, and keep our end of its connection. It shows what it uses from its first moment on: it gets
+        code, and we are alone with it, only once we hide again."""
         ours, theirs = _socketpair()
+        _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         pid = os.fork()
         if pid == 0:
             try:
@@ -58,13 +59,13 @@ class Supervisor:
                 sys.excepthook(*sys.exc_info())
             finally:
                 os._exit(1)
+        _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
         os.close(theirs)
         os.set_blocking(ours, False)
         self.pid, self.channel, self.ended = pid, ours, os.pidfd_open(pid)
 
     def become_worker(self, channel: int) -> None:
         """Run as the worker, in the forked process; does not return."""
-        _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in (channel, *self.outputs)]
         for place, fd in enumerate((self.null, *self.outputs)):
             os.dup2(fd, place)
@@ -131,14 +132,14 @@ class Supervisor:
         _reap()
 
     def worker_stopped(self) -> bool:
-        """Return whether every thread of the worker has stopped, or the worker has ended."""
+        """Whether every thread of the worker has stopped, or the worker has ended."""
         try:
             return os.waitpid(self.pid, os.WUNTRACED | os.WNOHANG)[0] != 0
         except ChildProcessError:
             return True
 
     def printed(self, which: int) -> bytes:
-        """Return the output kept: its beginning and its end, and in between how much was left out."""
+        """The output kept: its beginning and its end, and in between how much was left out."""
         fd = self.outputs[which]
         size, most = os.fstat(fd).st_size, self.limits["output"]
         if size <= most:
@@ -174,8 +175,8 @@ class Call:
         self.loud = False
 
     def run(self) -> tuple[bytes | None, str | None]:
-        """Return (the worker's fields, why it was stopped). No fields: the worker is beyond repair."""
-        look = glance = self.began + _FIRST_LOOK
+        """(the worker's fields, why it was stopped). No fields: the worker is beyond repair."""
+        look = glance = tables = self.began + _FIRST_LOOK
         while True:
             now = time.monotonic()
             if now >= self.end:
@@ -186,9 +187,13 @@ class Call:
                 if over := self.over():
                     return None, over
                 look = now + max(_LOOK, _PAUSE * (time.monotonic() - now))
-            elif now >= glance and socket_memory(self.limits["socket_bytes"]) > self.limits["memory"]:
-                return None, "memory"
-            if now >= glance:
+            elif now >= glance:
+                quick = socket_memory(self.limits["socket_bytes"])
+                if now >= tables:
+                    quick += page_tables()
+                    tables = now + max(_GLANCE, _PAUSE * (time.monotonic() - now))
+                if quick > self.limits["memory"]:
+                    return None, "memory"
                 glance = now + _GLANCE
             try:
                 reply = self.wait(min(look, glance, self.end) - now)
@@ -204,16 +209,16 @@ class Call:
         os.kill(self.supervisor.pid, signal.SIGINT)
 
     def stop_reason(self) -> str | None:
-        """Return why it was stopped, where only the kernel stopped it."""
+        """Why it was stopped, where only the kernel stopped it."""
         self.loud = self.loud or self.printed() >= self.limits["output"]
         return self.stop or ("output" if self.printed() >= self.most else None)
 
     def printed(self) -> int:
-        """Return the bytes of the larger one of both outputs."""
+        """The bytes of the larger one of both outputs."""
         return max(os.fstat(fd).st_size for fd in self.supervisor.outputs)
 
     def wait(self, seconds: float) -> bytes | None:
-        """Return the worker's reply once it is whole, else None. Raises _GoneError, OSError when it never will be."""
+        """The worker's reply once it is whole, else None. Raises _GoneError, OSError when it never will be."""
         one = self.supervisor
         writing = [one.channel] if self.sending else []
         readable, writable, _ = select.select([one.channel, one.host, one.ended], writing, [], max(0.0, seconds))
@@ -241,7 +246,7 @@ class Call:
         return bytes(self.received[head:]) if len(self.received) == head + size else None
 
     def over(self) -> str | None:
-        """Return a limit that leaves nothing but to kill; interrupt where that may do."""
+        """A limit that leaves nothing but to kill; interrupt where that may do."""
         _reap()
         used, memory, tasks = usage()
         if tasks > self.limits["processes"] + 1:
@@ -278,7 +283,7 @@ def _reap_all() -> None:
 
 
 def _output(name: str) -> int:
-    """Return a file without a name, in the small file system for output."""
+    """A file without a name, in the small file system for output."""
     path = f"{_OUTPUTS}/{name}"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o600)
     os.unlink(path)
@@ -305,30 +310,14 @@ def _write(fd: int, data: bytes) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _confine(limits: dict[str, int]) -> None:
-    """Set the limits that the kernel enforces, for us and so for all that we start."""
-    processes = limits["processes"] + 2
-    if limits["count_processes"]:
-        _limit(resource.RLIMIT_NPROC, processes)
-    for which, value in (
-        (resource.RLIMIT_DATA, limits["memory"]), (resource.RLIMIT_FSIZE, limits["file_size"]),
-        (resource.RLIMIT_NOFILE, _DESCRIPTORS), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0),
-        (resource.RLIMIT_MSGQUEUE, 0), (resource.RLIMIT_STACK, 8 << 20),
-    ):  # fmt: skip
-        _limit(which, value)
-
-
-def _limit(which: int, value: int) -> None:
-    hard = resource.getrlimit(which)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
-
-
 def main(host: int, limits: dict[str, int]) -> None:
     """Serve as the first process of a sandbox. host: descriptor of its connection."""
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # which process 1 does not hear
-    _confine(limits)
+    if limits["count_processes"]:
+        confine({"NPROC": limits["processes"] + 2})
+    confine({"DATA": limits["memory"], "FSIZE": limits["file_size"], "NOFILE": _DESCRIPTORS, "CORE": 0, "MEMLOCK": 0,
+             "MSGQUEUE": 0, "STACK": 8 << 20})  # fmt: skip
     supervisor = Supervisor(host, limits)
     _write(host, READY)
     supervisor.serve()

@@ -57,7 +57,7 @@ class Worker:
             self.write(struct.pack(f"<I{NONCE}s", len(reply), nonce) + reply)
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes of the supervisor; ends the process where it is gone."""
+        """Exactly `size` bytes of the supervisor; ends the process where it is gone."""
         data = b""
         while len(data) < size:
             part = os.read(self.channel, size - len(data))
@@ -122,7 +122,7 @@ class Worker:
                 self.cut = True
 
     def run(self, code: str) -> str | None:
-        """Return the text of the last expression's value, or None."""
+        """The text of the last expression's value, or None."""
         name = f"<cell {self.count}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         tree = compile(code, name, "exec", _ONLY_AST | _TOP_LEVEL_AWAIT, dont_inherit=True)
@@ -145,7 +145,7 @@ class Worker:
         return result
 
     def shortened(self, text: str) -> str:
-        """Return a text without its middle where it is longer than `output` characters."""
+        """A text without its middle where it is longer than `output` characters."""
         if len(text) <= self.output:
             return text
         self.cut = True
@@ -192,7 +192,7 @@ class Worker:
                 pyplot.close("all")
 
     def described(self, problem: BaseException) -> str:
-        """Return the traceback as Python prints it, with the frames of cells only."""
+        """The traceback as Python prints it, with the frames of cells only."""
         try:
             told = traceback.TracebackException(type(problem), problem, problem.__traceback__)
             _keep_cells(told, set())
@@ -207,7 +207,7 @@ class Worker:
             os._exit(0)
 
     def fields(self, value: str | None, error: str | None) -> bytes:
-        """Return the fields of a reply: images, value, error, and whether something was cut."""
+        """The fields of a reply: images, value, error, and whether something was cut."""
         parts = [(IMAGE, image) for image in self.images]
         parts += [(tag, text.encode("utf-8", "backslashreplace"))
                   for tag, text in ((VALUE, value), (ERROR, error)) if text is not None]  # fmt: skip
@@ -217,7 +217,7 @@ class Worker:
 
 
 def field(tag: bytes, data: bytes) -> bytes:
-    """Return one field of a reply: a letter, the length, the bytes."""
+    """One field of a reply: a letter, the length, the bytes."""
     return tag + struct.pack("<I", len(data)) + data
 
 

@@ -1,0 +1,128 @@
+"""`Grammars`: which ids a constraint allows next, found by `llguidance` on a CPU."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+from llguidance.hf import from_tokenizer
+
+from agentrl.constraint import Constraint, Shape, packed
+from agentrl.engine.base import ConstraintError, Sampling
+from agentrl.plugins.types import Json
+from agentrl.threads import in_thread
+
+LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
+"""What a schema may cost, which an agent wrote."""
+CHARACTERS = 200_000
+"""The longest grammar that is read."""
+WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""JSON as `json.dumps` and chat templates write it: a model that may write any white space may write it for ever."""
+
+
+class Matcher:
+    """The state of one turn under a constraint."""
+
+    def __init__(self, matcher: Any, vocabulary: int) -> None:
+        self._matcher = matcher
+        self._bits = np.zeros(-(-vocabulary // 32), np.int32)
+        self._computed = False
+        self._known: dict[bytes, bytes] = {}
+        self.error: str | None = None
+        """Why it could not go on: from there on only the end of the turn was allowed."""
+        self.allowed: list[bytes] = []
+        """Of each token that was taken, which were allowed (`constraint.packed`)."""
+
+    def bits(self) -> npt.NDArray[np.uint8]:
+        """Which ids are allowed next, one bit each. Valid until a token is taken."""
+        if not self._computed:
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            self._computed = True
+            if self._matcher.is_error():
+                self.error = _line(self._matcher.get_error())
+        return self._bits.view(np.uint8)
+
+    def take(self, token: int) -> None:
+        """Go on behind a token that was sampled from those that are allowed."""
+        bits = self.bits().tobytes()
+        if bits not in self._known:
+            self._known[bits] = packed(self._bits.view(np.uint8))
+        self.allowed.append(self._known[bits])
+        if self.error is None:
+            self._matcher.consume_token(token)
+        self._computed = False
+
+
+class Grammars:
+    """Makes matchers for one tokenizer. vocabulary: size of the model's output layer."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._tokenizer, self.vocabulary = tokenizer, vocabulary
+        self._made: dict[tuple[int, ...], Any] = {}
+
+    def matcher(self, constraint: Constraint, stop_ids: Sequence[int]) -> Matcher:
+        """A matcher at the beginning of a turn that ends with one of `stop_ids`. May take a second. Raises
+        ConstraintError."""
+        known = self._of(tuple(stop_ids))
+        grammar = self._grammar(constraint, known)
+        if len(grammar) > CHARACTERS:
+            raise ConstraintError(f"the schema has {len(grammar)} characters, more than {CHARACTERS}")
+        made = llguidance.LLMatcher(known, grammar, log_level=0, limits=LIMITS)
+        if made.is_error():
+            raise ConstraintError(f"the schema cannot be kept to: {_line(made.get_error())}")
+        return Matcher(made, self.vocabulary)
+
+    def _of(self, stop_ids: tuple[int, ...]) -> Any:
+        if stop_ids not in self._made:
+            try:
+                self._made[stop_ids] = from_tokenizer(self._tokenizer, self.vocabulary, list(stop_ids) or None)
+            except (ValueError, RuntimeError) as error:
+                raise ConstraintError(f"llguidance does not read this tokenizer: {_line(str(error))}") from error
+        return self._made[stop_ids]
+
+    def _grammar(self, constraint: Constraint, known: Any) -> str:
+        """The constraint in llguidance's own language."""
+        forms = [self._shape(i, shape, known) for i, shape in enumerate(constraint.shapes)]
+        lines = [f"start: {'answer' if constraint.thought is None else 'thought answer'}"]
+        if constraint.thought is not None:
+            opening, closing = (self._text(text, known) for text in constraint.thought)
+            whole = "closed /\\n{0,2}/" if constraint.begun else f"({opening} closed /\\n{{0,2}}/)?"
+            special = closing.startswith("<")
+            lines += [f"thought: {whole}", f"closed{'' if special else '[lazy]'}: /(.|\\n)*/ {closing}"]
+        lines.append("answer: " + " | ".join(f"shape{i}" for i in range(len(forms))))
+        return "%llguidance {}\n" + "\n".join([*lines, *forms]) + "\n"
+
+    def _shape(self, index: int, shape: Shape, known: Any) -> str:
+        schema: Json = json.loads(shape.schema)
+        if not isinstance(schema, dict):
+            schema = {} if schema is True else {"enum": []}
+        value = f"value{index}"
+        parts = [self._text(shape.before, known), value, self._text(shape.after, known)]
+        written = json.dumps({**schema, "x-guidance": WRITTEN}, ensure_ascii=False)
+        return f"shape{index}: {' '.join(filter(None, parts))}\n{value}: %json {written}"
+
+    def _text(self, text: str, known: Any) -> str:
+        """A text as the grammar has it: tokens that llguidance takes for special ones by their ids."""
+        parts: list[str] = []
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        for one in ids:
+            if known.is_special_token(one):
+                before, _, text = text.partition(self._tokenizer.convert_ids_to_tokens(one))
+                parts += [*([json.dumps(before)] if before else []), f"<[{one}]>"]
+        return " ".join([*parts, *([json.dumps(text)] if text else [])])
+
+
+async def matcher_for(grammars: Grammars | None, sampling: Sampling) -> Matcher | None:
+    """A matcher for a turn, made in a thread; None where it is not constrained. Raises ConstraintError."""
+    if sampling.constraint is None:
+        return None
+    if grammars is None:
+        raise ConstraintError("the engine was given no tokenizer to read a schema by")
+    return await in_thread(grammars.matcher, sampling.constraint, sampling.stop_ids)
+
+
+def _line(text: str) -> str:
+    """The first lines of an error, as one, without the grammar that it quotes."""
+    return " ".join(text.partition("\n<state>")[0].partition("\n   1 |")[0].split())[:300]

@@ -1,0 +1,168 @@
+"""A model and a tokenizer from nothing: Qwen3 architecture, byte-level BPE, the chat template's tokens."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl.errors import UserError
+from agentrl.models.image_families import FAMILIES
+from agentrl.models.image_input import ImageInput
+from agentrl.recipe.sections.sft import NewModel
+
+END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
+SPECIAL = re.compile(r"<\|\w+\|>")  # in the template: control tokens
+TAGS = re.compile(r"</?\w+>")  # in the template: added tokens that people may read, such as <tool_call>
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen's pre-tokenization: words with their leading space, every digit alone."""
+ROPE_THETA, INIT = 10_000.0, 0.04  # for contexts of a thousand tokens, and widths of a hundred
+
+
+def read_template(section: NewModel) -> str:
+    """The chat template's text. Raises UserError where there is none, or where it is not ChatML."""
+    try:
+        text = Path(section.chat_template).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UserError(f"sft.new_model.chat_template: {section.chat_template}: {error.strerror}") from error
+    if END_OF_TURN not in text:
+        raise UserError(f"sft.new_model.chat_template: {section.chat_template} ends no turn with {END_OF_TURN}")
+    return text
+
+
+def bare_tokenizer(template: str) -> Any:
+    """A tokenizer of bytes and of the template's tokens: it renders, and can already be loaded as a chat."""
+    return train_tokenizer([], 0, template, 1 << 30)
+
+
+def byte_level_bpe() -> Any:
+    """A tokenizer of bytes, without merges and added tokens, that splits texts as `SPLIT` says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def train_tokenizer(
+    texts: Iterable[str], vocabulary: int, template: str, context: int, tokens: Sequence[str] = ()
+) -> Any:
+    """Train byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
+
+    tokens: further texts that are one token each; like the template's tags they are read as plain text."""
+    from tokenizers import AddedToken, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = list(dict.fromkeys([END_OF_TEXT, *SPECIAL.findall(template)]))
+    tags = list(dict.fromkeys([*TAGS.findall(template), *tokens]))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = byte_level_bpe()
+    trainer = trainers.BpeTrainer(
+        vocab_size=max(vocabulary - len(tags), len(special) + len(alphabet)), special_tokens=special,
+        initial_alphabet=alphabet, min_frequency=2, show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(_between([*special, *tags], texts), trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in tags])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END_OF_TEXT, model_max_length=context,
+        clean_up_tokenization_spaces=False, chat_template=template,
+    )  # fmt: skip
+
+
+def _between(tokens: Iterable[str], texts: Iterable[str]) -> Iterator[str]:
+    """What lies between the tokens: merges must not cross or learn them."""
+    cut = re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
+    for text in texts:
+        yield from (piece for piece in cut.split(text) if piece)
+
+
+IMAGE_PAD, IMAGE_ENDS = "<|image_pad|>", ("<|vision_start|>", "<|vision_end|>")
+LEAST_SIDE, LARGEST_SIDE = 2, 64
+"""Patches of a small and of a large image's side, beyond which it is resized."""
+
+
+def new_model(section: NewModel, tokenizer: Any, seed: int) -> Any:
+    """A Qwen3 or Qwen3-VL causal LM with random float32 weights, its embeddings tied. Raises UserError: the chat
+    template writes no images."""
+    return _reading(section, tokenizer, seed) if section.vision is None else _seeing(section, tokenizer, seed)
+
+
+def _seeing(section: NewModel, tokenizer: Any, seed: int) -> Any:
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    vision = dict(section.vision or {})
+    ids = tokenizer.convert_tokens_to_ids([IMAGE_PAD, *IMAGE_ENDS])
+    if None in ids or len({*ids, tokenizer.unk_token_id}) < len(ids):
+        raise UserError(f"sft.new_model.chat_template: {section.chat_template} writes no {IMAGE_PAD} for images")
+    side = section.config["head_dim"] // 2
+    text = {
+        **section.config,
+        "vocab_size": _vocabulary(section, tokenizer),
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": ROPE_THETA,
+            "mrope_section": [side - 2 * (side // 3), side // 3, side // 3],
+            "mrope_interleaved": True,  # transformers takes it for granted, servers do not
+        },
+        "initializer_range": INIT,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = Qwen3VLConfig(
+        text_config=text,
+        vision_config={
+            **vision,
+            "out_hidden_size": section.config["hidden_size"],
+            "deepstack_visual_indexes": list(range(min(vision["depth"], section.config["num_hidden_layers"]))),
+            "initializer_range": INIT,
+        },
+        image_token_id=ids[0],
+        video_token_id=ids[0],
+        vision_start_token_id=ids[1],
+        vision_end_token_id=ids[2],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    model.image_input = tokenizer.image_input = ImageInput(_processor(vision), ids[0], FAMILIES[config.model_type])
+    return model
+
+
+def _processor(vision: dict[str, Any]) -> Any:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    patch, merge = vision["patch_size"], vision["spatial_merge_size"]
+    size = {"shortest_edge": (LEAST_SIDE * patch) ** 2, "longest_edge": (LARGEST_SIDE * patch) ** 2}
+    return Qwen2VLImageProcessorPil(patch_size=patch, temporal_patch_size=2, merge_size=merge, size=size)
+
+
+def _vocabulary(section: NewModel, tokenizer: Any) -> int:
+    return (max(len(tokenizer), section.vocabulary) + 63) // 64 * 64
+
+
+def _reading(section: NewModel, tokenizer: Any, seed: int) -> Any:
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    shape: dict[str, Any] = section.config
+    config = Qwen3Config(
+        vocab_size=_vocabulary(section, tokenizer),
+        **shape,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        initializer_range=INIT,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config).eval()

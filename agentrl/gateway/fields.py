@@ -1,0 +1,163 @@
+"""Which fields of a request are served, by dialect: an allowlist, so that none changes an answer in silence.
+
+The table in docs/tutorials/agent.md says the same, and is held to it by a test.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.gateway.call import GatewayError
+from agentrl.plugins.types import Json
+
+IGNORED_PREFIXES = ("x_", "x-")
+"""What unknown fields may begin with that their sender does not rely on."""
+_FALSE, _TRUE = (False,), (True,)
+_NONE: tuple[Json, ...] = ([], {}, "")
+_FORM = "ask for a form by response_format"
+_TEMPLATE = "the prompt is written by the run's chat template"
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """The fields of one dialect."""
+
+    served: frozenset[str]
+    """Do what they say."""
+    asked: frozenset[str]
+    """Recorded: the recipe decides, or the chat template; `agentrl serve` samples by those that it knows."""
+    ignored: frozenset[str]
+    """Change nothing of the answer; they are counted."""
+    refused: Mapping[str, tuple[tuple[Json, ...], str]] = field(default_factory=dict)
+    """Refused but for these values, which ask for what is done anyway; and what to do."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SAMPLING = _names("temperature top_p top_k seed min_p presence_penalty frequency_penalty repetition_penalty")
+_OPENAI = _names(
+    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options "
+    "verbosity client_metadata"
+)
+
+CHAT_COMPLETIONS = Fields(
+    served=_names(
+        "messages model stream stream_options max_tokens max_completion_tokens tools tool_choice response_format stop "
+        "logprobs parallel_tool_calls"
+    ),
+    asked=_SAMPLING | _names("reasoning_effort reasoning thinking enable_thinking"),
+    ignored=_OPENAI | _names("prediction priority request_id include_reasoning separate_reasoning usage cache_control"),
+    refused={
+        "n": ((1,), "send a request for each answer"),
+        "best_of": ((1,), "send a request for each answer"),
+        "use_beam_search": (_FALSE, "answers are sampled"),
+        "length_penalty": ((1, 1.0), "answers are sampled"),
+        "top_logprobs": ((0,), "logprobs gives those of the sampled tokens"),
+        "logit_bias": (_NONE, "the distribution is the model's own"),
+        "bad_words": (_NONE, "the distribution is the model's own"),
+        "audio": (_NONE, "the model writes text"),
+        "modalities": ((["text"],), "the model writes text"),
+        "functions": (_NONE, "use tools"),
+        "function_call": (("none", "auto"), "use tools and tool_choice"),
+        "web_search_options": ((), "offer a tool"),
+        "chat_template_kwargs": (_NONE, _TEMPLATE),
+        "chat_template": (_NONE, _TEMPLATE),
+        "documents": (_NONE, _TEMPLATE),
+        "add_generation_prompt": (_TRUE, _TEMPLATE),
+        "continue_final_message": (_FALSE, _TEMPLATE),
+        "echo": (_FALSE, "the answer is what the model says"),
+        "min_tokens": ((0,), "the model decides when it ends"),
+        "ignore_eos": (_FALSE, "the model decides when it ends"),
+        "stop_token_ids": (_NONE, "use stop"),
+        "include_stop_str_in_output": (_FALSE, "the text before a stop string is shown"),
+        "skip_special_tokens": (_TRUE, "content is text"),
+        "guided_json": ((), _FORM),
+        "guided_regex": ((), _FORM),
+        "guided_choice": ((), _FORM),
+        "guided_grammar": ((), _FORM),
+        "structured_outputs": (_NONE, _FORM),
+        "regex": ((), _FORM),
+        "ebnf": ((), _FORM),
+        "json_schema": ((), _FORM),
+    },
+)
+COMPLETIONS = Fields(
+    served=_names("prompt model stream stream_options max_tokens stop return_token_ids"),
+    asked=_SAMPLING,
+    ignored=_OPENAI | _names("priority request_id"),
+    refused={
+        "n": ((1,), "send a request for each answer"),
+        "best_of": ((1,), "send a request for each answer"),
+        "use_beam_search": (_FALSE, "answers are sampled"),
+        "length_penalty": ((1, 1.0), "answers are sampled"),
+        "logprobs": ((0,), "logprobs: 0 gives those of the sampled tokens"),
+        "prompt_logprobs": ((), "only what is sampled has log-probs"),
+        "echo": (_FALSE, "the answer is what the model says"),
+        "suffix": (_NONE, "the model writes what follows"),
+        "logit_bias": (_NONE, "the distribution is the model's own"),
+        "min_tokens": ((0,), "the model decides when it ends"),
+        "ignore_eos": (_FALSE, "the model decides when it ends"),
+        "stop_token_ids": (_NONE, "use stop"),
+        "add_special_tokens": (_FALSE, "nothing is added to a prompt"),
+        "response_format": (({"type": "text"},), "use Chat Completions"),
+        "structured_outputs": (_NONE, "use Chat Completions"),
+    },
+)
+RESPONSES = Fields(
+    served=_names(
+        "input instructions model stream max_output_tokens tools tool_choice text previous_response_id "
+        "parallel_tool_calls"
+    ),
+    asked=_SAMPLING | _names("reasoning reasoning_effort"),
+    ignored=_OPENAI | _names("max_tool_calls truncation stream_options"),
+    refused={
+        "include": (([], ["reasoning.encrypted_content"]), "there are no log-probs and no tools of the server"),
+        "background": (_FALSE, "wait for the answer"),
+        "conversation": (_NONE, "use previous_response_id, or send the conversation"),
+        "prompt": ((), "send instructions and input"),
+        "top_logprobs": ((0,), "Chat Completions has log-probs"),
+        "context_management": (_NONE, "compact the conversation yourself"),
+    },
+)
+ANTHROPIC_MESSAGES = Fields(
+    served=_names("messages model max_tokens system stream tools tool_choice stop_sequences output_config"),
+    asked=_SAMPLING | {"thinking"},
+    ignored=_names("metadata service_tier inference_geo cache_control speed"),
+    refused={
+        "output_format": (_NONE, "use output_config.format"),
+        "mcp_servers": (_NONE, "offer their tools as tools"),
+        "container": ((), "offer a tool"),
+        "context_management": (
+            ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+            "compact the conversation yourself",
+        ),
+    },
+)
+
+
+def check_fields(body: Mapping[str, Json], fields: Fields) -> tuple[str, ...]:
+    """The names of the fields that are ignored. Raises GatewayError for one that is not served."""
+    ignored = []
+    for name in body.keys() - fields.served:
+        if (value := body[name]) is None or name in fields.asked:
+            continue
+        if name in fields.refused:
+            harmless, instead = fields.refused[name]
+            if not any(_same(value, one) for one in harmless):
+                raise GatewayError(f"{name}: {shown(value)} is not served here; {instead}")
+        elif name in fields.ignored or name.startswith(IGNORED_PREFIXES):
+            ignored.append(name)
+        else:
+            raise GatewayError(f"{shown(name)[1:-1]}: this field is unknown here; leave it out, or begin it with x_")
+    return tuple(sorted(ignored))
+
+
+def _same(value: Any, other: Any) -> bool:
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+def shown(value: object) -> str:
+    """A value for an error's text, shortened."""
+    return repr(value[:80] if isinstance(value, str) else value)[:80]

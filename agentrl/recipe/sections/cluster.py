@@ -1,0 +1,90 @@
+"""`cluster`: processes, machines and GPUs of the trainer."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from agentrl.jsonable import Json
+from agentrl.recipe.sections.section import Count, Positive, Seconds, Section, Unit, Workers
+
+
+class PoolSection(Section):
+    """Workers of their own for some roles, apart from the actor's."""
+
+    roles: Annotated[tuple[Literal["reference", "critic", "reward_model"], ...], Field(min_length=1)]
+    """Roles that these workers hold."""
+    workers: Workers = 1
+    """Processes of the pool."""
+
+
+class OffloadSection(Section):
+    """What lies in CPU memory while nothing computes with it; `offload: true` is short for parameters and optimizer."""
+
+    parameters: bool = False
+    """Weights and gradients: each layer is brought to the GPU as it computes. For workers on a cluster."""
+    optimizer: bool = False
+    """The optimizer's moments: they are brought to the GPU for its step, when activations are freed."""
+    activations: bool = False
+    """What activation checkpointing keeps of each layer until the backward pass."""
+
+
+def offloaded(value: Json) -> Json:
+    """Parameters and optimizer for true or false alone, which is short for both."""
+    return {"parameters": value, "optimizer": value} if isinstance(value, bool) else value
+
+
+class ClusterSection(Section):
+    """Processes, machines and GPUs of the trainer."""
+
+    workers: Workers = 1
+    """Processes that train together; 1: the run's own, without Ray."""
+    nodes: Annotated[Positive, Unit("machines")] = 1
+    """Machines that the workers are spread over."""
+    gpus: Annotated[Count, Unit("GPUs per machine")] = 0
+    """GPUs of each machine, one for each worker: workers = nodes x gpus; 0: on CPUs."""
+    address: str | None = None
+    """Address of a running Ray cluster (`auto`: the one on this machine). null: one is started."""
+    restarts: Annotated[Count, Unit("restarts")] = 0
+    """Times that the run continues from its last checkpoint by itself after it lost a worker."""
+    timeout: Seconds = 600.0
+    """Time without an answer, or a finished micro-batch, after which a worker counts as lost."""
+    pools: tuple[PoolSection, ...] = ()
+    """Workers for roles that do not share the actor's."""
+    shard: Annotated[Count, Unit("workers")] = 0
+    """Workers that hold one copy of the weights together; 0: all of them. Fewer: HSDP."""
+    offload: Annotated[OffloadSection, BeforeValidator(offloaded)] = OffloadSection()
+    """What lies in CPU memory while nothing computes with it; true: parameters and optimizer."""
+    sequence_parallel: Workers = 1
+    """Workers that share each sequence (Ulysses, arXiv:2309.14509)."""
+
+    @model_validator(mode="after")
+    def _workers(self) -> "ClusterSection":
+        if self.gpus and self.workers not in (1, self.size):
+            raise ValueError(f"workers is {self.workers}, but nodes x gpus is {self.size}: leave out workers")
+        for key, value in (("shard", self.shard), ("sequence_parallel", self.sequence_parallel)):
+            if value and self.size % value:
+                raise ValueError(f"{key} is {value}, which does not divide the {self.size} workers")
+        if self.nodes > self.size:
+            raise ValueError(f"nodes is {self.nodes}, but there are only {self.size} workers")
+        if self.restarts and not self.used:
+            raise ValueError("restarts is for workers on a cluster: set workers, or leave it at 0")
+        if self.offload.parameters and not self.used:
+            raise ValueError(
+                "offload.parameters is for workers on a cluster; a single process keeps its weights on model.device: "
+                "set workers or gpus, or leave it out"
+            )
+        roles = [role for pool in self.pools for role in pool.roles]
+        for role in roles:
+            if roles.count(role) > 1:
+                raise ValueError(f"pools: {role} is in two of them")
+        return self
+
+    @property
+    def size(self) -> int:
+        """The number of the actor's workers."""
+        return self.nodes * self.gpus if self.gpus else self.workers
+
+    @property
+    def used(self) -> bool:
+        """Whether other processes do the tensor work."""
+        return self.size > 1 or self.address is not None or bool(self.pools) or self.gpus > 0

@@ -27,9 +27,9 @@ from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.containment.threads import DaemonThreads
 from agentrl.errors import UserError
 from agentrl.jsonable import Json
-from agentrl.threads import DaemonThreads
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -6,6 +6,7 @@ time.
 """
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -269,3 +270,17 @@ class Checkpoints:
             self._restore_names()
             for entry in self.folder.glob(".step_*"):
                 rmtree(entry)
+
+
+def main() -> None:
+    """Print which step of the checkpoints in a folder is the last, for a run that could only be killed.
+
+    usage: python -m agentrl.checkpoint.checkpoints FOLDER COMMAND (the one that resumes the run)
+    """
+    folder, command = sys.argv[1:]
+    last = Checkpoints(Path(folder), 1).latest()
+    print("nothing was saved yet" if last is None else f"step {last.step} is saved, go on with: {command}")
+
+
+if __name__ == "__main__":
+    main()

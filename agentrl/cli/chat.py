@@ -43,8 +43,8 @@ def chat_command(
     agentrl chat tiny --tools calculator
     """
     from agentrl.cli.common import recipe_and_model
+    from agentrl.containment.event_loop import run
     from agentrl.recipe.sections.env import ToolSection
-    from agentrl.rollout.event_loop import run
 
     recipe, path = recipe_and_model(what, overrides or [], model)
     if tools:

@@ -30,13 +30,13 @@ def check_command(
 
     loaded = load_recipe(recipe, overrides or [])  # before anything heavy is imported
     from agentrl.cli.common import console
+    from agentrl.containment.event_loop import Runner
     from agentrl.errors import UserError
     from agentrl.learner.monitors import Health
     from agentrl.models.load import resolve_types
     from agentrl.plugins.registry import find, make_environment, tracker_makers
     from agentrl.plugins.rewards import make_rewards
     from agentrl.plugins.toolbox import Toolbox
-    from agentrl.rollout.event_loop import Runner
     from agentrl.training.preflight import check_names
 
     checked = resolve_types(loaded)

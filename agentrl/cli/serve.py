@@ -24,7 +24,7 @@ def serve_command(
     from agentrl.cli.common import console, recipe_and_model
 
     checked, path = recipe_and_model(what, overrides or [], model)
-    from agentrl.rollout.event_loop import Runner
+    from agentrl.containment.event_loop import Runner
     from agentrl.rollout.serve import serve
     from agentrl.weights.addresses import is_loopback
 

@@ -46,8 +46,8 @@ class Choice:
 
 def try_env(recipe: "Recipe", choice: Choice) -> int:
     """The exit code: 1 if the task was not played to its end."""
+    from agentrl.containment.event_loop import run
     from agentrl.plugins.registry import make_environment
-    from agentrl.rollout.event_loop import run
 
     turns = None if choice.replies is None else read_replies(choice.replies)
     env = make_environment(recipe.env)

@@ -26,8 +26,8 @@ def try_tool(
     seed: int,
 ) -> int:
     """The exit code: 1 if a call was answered by an error."""
+    from agentrl.containment.event_loop import run
     from agentrl.recipe.sections.env import ToolSection
-    from agentrl.rollout.event_loop import run
 
     arguments = [_arguments(text, i) for i, text in enumerate(calls, 1)]
     section = ToolSection(name=name, args=dict(args))

@@ -18,7 +18,7 @@ from typing import IO, ClassVar
 
 from agentrl.cluster.errors import ClusterError, tail
 from agentrl.cluster.placement import VISIBLE
-from agentrl.process_tree import ProcessTree
+from agentrl.containment.process_tree import ProcessTree
 
 MEGABYTE = 1 << 20
 OBJECT_STORE_SHARE = 0.3

@@ -1,1 +1,1 @@
-"""What keeps strangers' programs in bounds: the sandbox of agents and of the tool `python`, by bubblewrap."""
+"""What keeps strangers' code in bounds: deadlines, threads, processes and the loop it runs in, and the one sandbox."""

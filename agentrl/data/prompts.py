@@ -10,6 +10,7 @@ from functools import cache
 from time import monotonic
 
 from agentrl.chat.base import Chat, Measuring, Opening, Seeing
+from agentrl.containment.threads import in_thread
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, contained, describe
 from agentrl.images import STORE, ImageError, check_count, hashes, in_image_thread, sized
@@ -17,7 +18,6 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Message, Session, Task
-from agentrl.threads import in_thread
 
 _log = logging.getLogger("agentrl.data")
 AT_ONCE = 64  # openings made together, and measured in one batch

@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.cluster.errors import tail
+from agentrl.containment.process_tree import ProcessTree
 from agentrl.doctor.check import Check, Finding, Status
 from agentrl.doctor.child import FINDINGS, RECIPE
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.registry import check_engine, find, load_path, make_environment
 from agentrl.plugins.rewards import make_rewards
 from agentrl.plugins.types import Json
-from agentrl.process_tree import ProcessTree
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 

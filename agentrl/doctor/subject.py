@@ -5,13 +5,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from agentrl.containment.event_loop import Runner
 from agentrl.models.load import find_device, load_model, resolve_types
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.recipe.sections.eval import EvalSection
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.track import ProfileSection, TrackSection
-from agentrl.rollout.event_loop import Runner
 
 if TYPE_CHECKING:  # what is heavy is imported by what needs it
     import torch

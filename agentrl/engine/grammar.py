@@ -10,9 +10,9 @@ import numpy.typing as npt
 from llguidance.hf import from_tokenizer
 
 from agentrl.constraint import Constraint, Shape, packed
+from agentrl.containment.threads import in_thread
 from agentrl.engine.base import ConstraintError, Sampling
 from agentrl.plugins.types import Json
-from agentrl.threads import in_thread
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
 """What a schema may cost, which an agent wrote."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from agentrl.containment.threads import in_thread
 from agentrl.engine.base import (
     ConstraintError,
     Engine,
@@ -32,7 +33,6 @@ from agentrl.images import STORE, runs
 from agentrl.models.prove import disproof
 from agentrl.models.shape import context_of
 from agentrl.models.vision import Vision
-from agentrl.threads import in_thread
 
 
 @dataclass(eq=False, slots=True)

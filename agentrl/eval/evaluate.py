@@ -6,6 +6,7 @@ from pathlib import Path
 
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.run_folder import MODEL, RunFolder, recipe_of
+from agentrl.containment.event_loop import blocking, run
 from agentrl.errors import UserError, nearest
 from agentrl.eval.folder import EVALUATION, EvaluationFolder, Keeper
 from agentrl.eval.held_out import HeldOut
@@ -19,7 +20,6 @@ from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.types import Json, Task
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player
 from agentrl.trajectory import Group, Trajectory

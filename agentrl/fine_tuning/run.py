@@ -24,6 +24,7 @@ from agentrl.checkpoint.checkpoints import save_model
 from agentrl.checkpoint.mirror import open_mirror
 from agentrl.checkpoint.roles import TRAINER
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder, check_export
+from agentrl.containment.event_loop import blocking
 from agentrl.data.rows import Rows
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
@@ -69,7 +70,6 @@ from agentrl.recipe.sections.env import EnvSection, RewardsSection
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import EngineSection
 from agentrl.recipe.sections.sft import NewModel, SftSection
-from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player

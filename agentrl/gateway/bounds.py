@@ -14,8 +14,8 @@ from typing import TypeVar
 from aiohttp import ClientError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from agentrl.containment.threads import DaemonThreads
 from agentrl.gateway.call import Call, Endpoint, GatewayError
-from agentrl.threads import DaemonThreads
 
 BODY_BYTES = 32 << 20
 """Largest request that is read, images included."""

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from agentrl.algo import advantages, losses
 from agentrl.compute.batch import Batch
+from agentrl.containment.threads import DaemonThreads
 from agentrl.learner.advantages import (
     advantage_metrics,
     carries_gradient,
@@ -47,7 +48,6 @@ from agentrl.learner.streams import (
 )
 from agentrl.learner.teacher import Guide
 from agentrl.recipe.schema import Recipe
-from agentrl.threads import DaemonThreads
 from agentrl.trajectory import Group, Learned, Trajectory
 
 Bools = npt.NDArray[np.bool_]

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.checkpoint.run_folder import RunFolder
+from agentrl.containment.event_loop import blocking, run
+from agentrl.containment.threads import check_abandoned
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import model_of
@@ -28,12 +30,10 @@ from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player
 from agentrl.rollout.stored import StoredSample
-from agentrl.threads import check_abandoned
 from agentrl.training.run import same_tokenizer
 from agentrl.trajectory import Group, Trajectory
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
 from agentrl.checkpoint.run_folder import RunFolder
+from agentrl.containment.event_loop import blocking, run
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, call_plugin, nearest
 from agentrl.models.load import load_tokenizer, resolve_types
@@ -26,7 +27,6 @@ from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Json, Message, Task
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.event_loop import blocking, run
 from agentrl.rollout.player import Player, check_tools_of_agent, gateway_of, prepare_torch
 from agentrl.rollout.stored import StoredSample, chosen_files, read_samples
 from agentrl.rollout.trajectory_file import Stored, as_json, read_rows, row

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 
 from agentrl.checkpoint.run_folder import FolderLock, RunFolder
+from agentrl.containment.event_loop import blocking
 from agentrl.data.sampler import TaskSampler, make_sampler, restrict
 from agentrl.errors import UserError, nearest
 from agentrl.eval.progress import Progress
@@ -20,7 +21,6 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.track import TrajectoriesSection
-from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.model_reward import ask_reward_model

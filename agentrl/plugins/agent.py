@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.containment.process_tree import ProcessTree, remove_tree
 from agentrl.containment.program import ProgramSandbox
+from agentrl.containment.threads import Abandoned, DaemonThreads, in_thread
 from agentrl.errors import UserError
 from agentrl.plugins.registry import construct, load
 from agentrl.plugins.types import Json, Message, Task
-from agentrl.process_tree import ProcessTree, remove_tree
 from agentrl.recipe.sections.agent import AgentSection
-from agentrl.threads import Abandoned, DaemonThreads, in_thread
 
 _THREADS = 64  # synchronous agents at once
 _POLL_SECONDS = 0.05

@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from agentrl.containment.threads import in_thread
+from agentrl.containment.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed
 from agentrl.errors import contained, describe
 from agentrl.plugins.agent import Agent, AgentClient, FunctionAgent, Outcome, make_agent
 from agentrl.plugins.types import Content, InfrastructureError, Json, Task
-from agentrl.plugins.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed
 from agentrl.recipe.sections.agent import AgentSection
-from agentrl.threads import in_thread
 
 PING_SECONDS = 1.0
 """Between two questions whether a process still answers."""

@@ -23,11 +23,11 @@ from typing import Any, overload
 
 from pydantic_core import to_json
 
+from agentrl.containment.threads import Abandoned, DaemonThreads
 from agentrl.errors import UserError
 from agentrl.plugins.signature import Signature, read_signature
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Session, ToolResponse
-from agentrl.threads import Abandoned, DaemonThreads
 
 Function = Callable[..., Any]
 _REMEDY = "give what it waits for a time-out of its own, or write it `async def`"

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from agentrl.containment.threads import Abandoned, DaemonThreads
 from agentrl.errors import UserError
 from agentrl.plugins.registry import check_named, construct, load
 from agentrl.plugins.types import Json, Message, Task, answer_of
 from agentrl.recipe.sections.env import RewardSection
-from agentrl.threads import Abandoned, DaemonThreads
 
 if TYPE_CHECKING:
     import numpy as np

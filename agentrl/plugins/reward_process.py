@@ -7,12 +7,12 @@ import threading
 from contextlib import suppress
 from typing import Any, BinaryIO
 
+from agentrl.containment.threads import DaemonThreads
+from agentrl.containment.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed, stream_of
 from agentrl.errors import describe
 from agentrl.plugins.reward import GroupReward, Reward, make_reward
 from agentrl.plugins.types import InfrastructureError
-from agentrl.plugins.worker_process import SIZE, WorkerProcess, beginning, begun, connected, framed, stream_of
 from agentrl.recipe.sections.env import RewardSection
-from agentrl.threads import DaemonThreads
 
 
 class Processes:

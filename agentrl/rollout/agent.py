@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from agentrl.chat.base import Chat, Constraining, ParsedCall, ParsedTurn, Streaming
 from agentrl.constraint import Constraint
+from agentrl.containment.deadline import DeadlineExceededError, DeadlineTimer
 from agentrl.engine.base import ConstraintError, Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.engine.stops import StopWatch, shown
 from agentrl.errors import UserError, describe
@@ -33,7 +34,6 @@ from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node, Train, untrained
-from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.driver import Driver, takes_images
 from agentrl.rollout.request import AsyncRolloutRequest, Opening, Seed, nth
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, Turn

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl.chat.base import Chat, ParsedTurn, Seeing
+from agentrl.containment.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import UserError, contained, describe, nearest
 from agentrl.images import ImageSpan, all_stored, check_count, hashes, keyed, without_last_image
@@ -25,7 +26,6 @@ from agentrl.recipe.sections.rollout import CompactSection, RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.compaction import COUNTS, asked, reopened, threshold
-from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.request import (
     AsyncRolloutRequest,
     Conversation,

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from agentrl.containment.deadline import OwnedTask
+from agentrl.containment.pulse import PULSE
+from agentrl.containment.threads import check_abandoned
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
-from agentrl.rollout.deadline import OwnedTask
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.pulse import PULSE
 from agentrl.rollout.request import Opening, Seed
-from agentrl.threads import check_abandoned
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
 
 
@@ -86,7 +86,7 @@ async def roll_out(
     again. after: asked for more tasks as each group is whole; their groups come last. Where it returns None, that is
     enough: what is in flight is cancelled, and groups that are not whole are left out.
 
-    Raises UserError where too many calls of one synchronous function hang (`agentrl.threads`).
+    Raises UserError where too many calls of one synchronous function hang (`agentrl.containment.threads`).
     """
     seen: Counter[str] = Counter()
     growing: list[_Growing] = []

@@ -11,11 +11,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from agentrl.containment.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
 from agentrl.errors import PlainError, contained, describe
 from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
-from agentrl.rollout.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
 from agentrl.rollout.request import AsyncRolloutRequest, Begun, nth
 from agentrl.trajectory import Boundary
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from agentrl.chat.template import CONTENT, USER, Template, TemplateRefusalError, probe_result, probe_turn
 from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel, classifier_config, classifier_folder, scoring_batch
+from agentrl.containment.threads import in_thread
 from agentrl.errors import UserError
 from agentrl.models.image_input import ImageInput, check_alike, image_input
 from agentrl.plugins.reward import GroupReward, Sample
@@ -22,7 +23,6 @@ from agentrl.plugins.rewards import MODEL
 from agentrl.plugins.types import Json, Message
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
-from agentrl.threads import in_thread
 
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Translate = Callable[[Sample], Ids]

@@ -9,6 +9,7 @@ from typing import Any
 from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement, place
+from agentrl.containment.deadline import leave_behind
 from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, showable, unseen
 from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class, launched_by
@@ -29,7 +30,6 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection, host_and_port
 from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.rollout.agent import AgentDriver
-from agentrl.rollout.deadline import leave_behind
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import After, roll_out
 from agentrl.rollout.hooks import STEP

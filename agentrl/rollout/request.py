@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from agentrl.chat.base import Chat
 from agentrl.constraint import Allowed
+from agentrl.containment.deadline import OwnedTask
 from agentrl.engine.base import EngineError, Generation
 from agentrl.images import ImageSpan
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
-from agentrl.rollout.deadline import OwnedTask
 from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, Span, ToolUse, Trajectory, Turn
 
 Seed = int | tuple[int, ...]

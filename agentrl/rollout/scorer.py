@@ -7,11 +7,11 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from agentrl.containment.deadline import GRACE, CancelledFromWithinError, DeadlineTimer, OwnedTask
 from agentrl.errors import contained, describe
 from agentrl.images import keyed
 from agentrl.plugins.reward import GroupReward, Reward, Sample
 from agentrl.plugins.rewards import NO_REWARDS, Rewards
-from agentrl.rollout.deadline import GRACE, CancelledFromWithinError, DeadlineTimer, OwnedTask
 from agentrl.rollout.hooks import PluginError, check_sum, finite
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajectory

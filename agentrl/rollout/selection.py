@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.containment.threads import Abandoned, DaemonThreads
 from agentrl.errors import UserError, call_plugin
 from agentrl.plugins.registry import load, with_arguments
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import FilterSection
 from agentrl.rollout.groups import Contrast, contrast
-from agentrl.threads import Abandoned, DaemonThreads
 from agentrl.trajectory import Group
 
 Showable = Callable[[int], Awaitable[bool]]

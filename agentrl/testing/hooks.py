@@ -10,12 +10,12 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+from agentrl.containment.event_loop import blocking, run
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_tool
 from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import ArgumentError, Json, Session, Task
 from agentrl.recipe.sections.env import ToolSection
-from agentrl.rollout.event_loop import blocking, run
 
 T = TypeVar("T")
 HOOK_SECONDS = 30.0

@@ -7,14 +7,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from agentrl.containment.event_loop import Runner
+from agentrl.containment.watchdog import Ending, HeldError, held_in, interrupt
 from agentrl.errors import UserError, printable
-from agentrl.rollout.event_loop import Runner
-from agentrl.rollout.watchdog import Ending, HeldError, held_in, interrupt
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Interrupts(Ending):
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = seconds
-        self.about = ("", "")
+        self.last_words: Sequence[str] = ()
         self.requested = False
         """Whether a stop was requested."""
         self.notify: Callable[[str], None] = print

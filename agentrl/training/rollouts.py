@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+from agentrl.containment.threads import in_thread
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.eval.held_out import solved_by
@@ -20,7 +21,6 @@ from agentrl.rollout.selection import GroupFilter, Selection, Showable, at_once,
 from agentrl.rollout.stored import read_groups
 from agentrl.rollout.stream import Flight, Plan, Stream
 from agentrl.rollout.trajectory_file import FILTERED, SURPLUS
-from agentrl.threads import in_thread
 from agentrl.training.interrupt import Interrupts
 from agentrl.trajectory import Group
 from agentrl.weights.source import WeightSource

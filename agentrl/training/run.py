@@ -1,6 +1,7 @@
 """`train` and `resume_run`: from a recipe to a result, with a restart from the last checkpoint if a worker is lost."""
 
 import shlex
+import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -13,6 +14,7 @@ from agentrl.checkpoint.disk import FULL
 from agentrl.checkpoint.mirror import Mirror, fetched_run, open_mirror
 from agentrl.checkpoint.run_folder import ERRORS, RECIPE, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
+from agentrl.containment.event_loop import blocking
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
 from agentrl.eval.result import Accuracy
@@ -22,7 +24,6 @@ from agentrl.models.load import load_tokenizer, resolve_types
 from agentrl.recipe.load import differing, leaves, load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.remote import is_remote
-from agentrl.rollout.event_loop import blocking
 from agentrl.rollout.stored import training_files
 from agentrl.secrets import masked_text
 from agentrl.training.display import Display
@@ -277,7 +278,9 @@ def _run(start: Start, make: Callable[[Start], Loop]) -> TrainResult:
             if start.saved is None or str(start.saved.path) not in str(error):
                 raise
             raise UserError(f"{error}{_older_checkpoint(start.saved)}") from error
-        start.interrupts.about = str(loop.folder.path), loop.command
+        resume = f"{loop.command} --resume {shlex.quote(str(loop.folder.path))}"
+        program = (sys.executable, "-m", "agentrl.checkpoint.checkpoints")
+        start.interrupts.last_words = (*program, str(loop.folder.checkpoints), resume)
         start.interrupts.rescue = lambda line: _after_error(loop, UserError(line))
         interrupted = _run_loop(loop)
     return _finish(loop, interrupted, monotonic() - started, start.mirror)

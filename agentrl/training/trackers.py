@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 
+from agentrl.containment.threads import DaemonThreads
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Json, Task
 from agentrl.rollout.trajectory_file import record, row
-from agentrl.threads import DaemonThreads
 from agentrl.trajectory import Group, Trajectory
 
 SECONDS = 300.0

@@ -23,9 +23,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from agentrl.containment.threads import in_thread
 from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
-from agentrl.threads import in_thread
 from agentrl.weights.addresses import same_host
 from agentrl.weights.channel import Published
 from agentrl.weights.server import WeightServer, WeightUpdateError

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import aiohttp
 import torch
 
+from agentrl.containment.threads import in_thread
 from agentrl.models.lora import adapter_config, adapter_state
-from agentrl.threads import in_thread
 from agentrl.weights.addresses import authorization
 from agentrl.weights.channel import KEYS_AND_VALUES, WeightChannel, open_channel
 from agentrl.weights.kinds import SERVERS, folder_for

@@ -22,10 +22,10 @@ from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.pool import ResourcePool, cluster_nodes
 from agentrl.cluster.session import GRACE_SECONDS, Session
+from agentrl.containment.process_tree import ProcessTree
 from agentrl.engine.servers.remote import RemoteNodes, RemoteServer
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.errors import UserError
-from agentrl.process_tree import ProcessTree
 from agentrl.training.run import train
 
 pytestmark = pytest.mark.ray

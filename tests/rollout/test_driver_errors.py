@@ -7,10 +7,10 @@ import pytest
 import torch
 from fakes import TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_driver
 
+from agentrl.containment import deadline as timer
 from agentrl.engine.base import EngineError, Generation, GenerationFinish
 from agentrl.errors import UserError
 from agentrl.plugins.types import ArgumentError, Reply, ToolResponse
-from agentrl.rollout import deadline as timer
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.request import RequestState
 from agentrl.trajectory import Boundary, FinishReason, Group, check_invariants

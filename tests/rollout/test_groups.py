@@ -10,8 +10,8 @@ import pytest
 from fakes import Echo, Env, Hooks, ScriptedEngine, abort_when_waiting, call, make_driver
 from processes import eventually
 
+from agentrl.containment import deadline as timer
 from agentrl.plugins.types import Task, ToolResponse
-from agentrl.rollout import deadline as timer
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import Contrast, contrast, rare_collections, roll_out
 from agentrl.rollout.metrics import rollout_metrics

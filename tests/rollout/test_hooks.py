@@ -6,7 +6,7 @@ import pytest
 from fakes import TASK, Echo, Env, Hooks, ScriptedEngine, call, make_driver
 from processes import eventually
 
-from agentrl.rollout import deadline as timer
+from agentrl.containment import deadline as timer
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout.request import RequestState
 

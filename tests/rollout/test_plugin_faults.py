@@ -13,16 +13,16 @@ import pytest
 from fakes import CharChat, Echo, Env, Hooks, ScriptedEngine, call, make_driver
 
 from agentrl.checkpoint.run_folder import RunFolder
+from agentrl.containment import deadline as timer
+from agentrl.containment.event_loop import run
 from agentrl.data.prompts import measure_prompts
 from agentrl.errors import UserError
 from agentrl.plugins.reward import GroupReward, Reward
 from agentrl.plugins.rewards import Rewards
 from agentrl.plugins.types import Reply, Task, ToolResponse
 from agentrl.recipe.sections.track import TrajectoriesSection
-from agentrl.rollout import deadline as timer
 from agentrl.rollout import hooks as hooks_module
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.event_loop import run
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.metrics import rollout_metrics

@@ -543,7 +543,7 @@ SPOILED_AGENTS = {
 @pytest.mark.parametrize(("words", "spoiled"), SPOILED_AGENTS.items())
 def test_each_broken_promise_of_an_agent_is_named(words, spoiled, monkeypatch):
     monkeypatch.setattr("agentrl.testing.agent_contract.END_SECONDS", 0.3)
-    monkeypatch.setattr("agentrl.rollout.event_loop.GRACE", 0.01)
+    monkeypatch.setattr("agentrl.containment.event_loop.GRACE", 0.01)
     broken(words, check, spoiled)
 
 

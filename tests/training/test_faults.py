@@ -107,7 +107,7 @@ MISBEHAVING = [
 def test_a_tool_that_misbehaves_is_told_and_counted_and_the_run_learns_on(
     tool: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl.rollout.deadline.GRACE", 0.1)  # until one that minds no cancellation is left behind
+    monkeypatch.setattr("agentrl.containment.deadline.GRACE", 0.1)  # then one that minds no cancellation is left
     recipe = small(
         tmp_path / "run", tools=[f"train_plugins:{tool}"], rollout__tool_timeout=0.1 if tool == "Hanging" else 60,
         rollout__max_turns=2, rollout__max_tool_tokens=40, train__steps=1, eval__splits=[],
@@ -581,7 +581,7 @@ def test_an_error_that_has_no_text_is_told_of_all_the_same() -> None:
 def test_a_reward_whose_calls_keep_hanging_ends_the_run_with_the_last_step_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("agentrl.threads.MOST_ABANDONED", 3)
+    monkeypatch.setattr("agentrl.containment.threads.MOST_ABANDONED", 3)
     monkeypatch.setattr(player, "Scorer", lambda rewards, seconds: Scorer(rewards, 1.0))  # the real one, less patient
     folder = tmp_path / "run"
     recipe = tmp_path / "job.yaml"

@@ -117,7 +117,7 @@ def test_a_terminal_that_closes_leaves_the_last_whole_step_saved(tmp_path: Path,
 
 
 def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_hang(tmp_path: Path) -> None:
-    hasty = "from agentrl.rollout import event_loop\nevent_loop.GRACE = 0.2"
+    hasty = "from agentrl.containment import event_loop\nevent_loop.GRACE = 0.2"
     process = start(tmp_path, hasty, env__name="train_plugins:LeavesThreads", train__steps=1)
     try:
         said, _ = process.communicate(timeout=PATIENCE)
@@ -137,7 +137,7 @@ def test_a_plugin_that_holds_up_every_request_ends_the_run_saved(
     how: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AGENTRL_TEST_STUCK", how)
-    folder, hasty = tmp_path / "run", "from agentrl.rollout import watchdog\nwatchdog.LET_GO = 0.5"
+    folder, hasty = tmp_path / "run", "from agentrl.containment import watchdog\nwatchdog.LET_GO = 0.5"
     keys = {"tools": ["train_plugins:Stuck"], "rollout__stuck_timeout": 1.0, "train__save_every": int(how == "hold")}
     process = start(tmp_path, hasty, **keys)
     try:

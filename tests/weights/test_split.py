@@ -14,7 +14,7 @@ import torch
 from aiohttp import web
 from sglang_weights_help import BUCKET, TENSORS, FaultyServer, Weights, channel_to
 
-from agentrl.threads import in_thread
+from agentrl.containment.threads import in_thread
 from agentrl.weights import SglangServer, WeightUpdateError, open_channel
 from agentrl.weights.group import Group
 from agentrl.weights.source import NamedTensor, Rounded, WeightSource

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from agentrl.containment.threads import in_thread
 from agentrl.engine.base import (
     ConstraintError,
     Engine,
@@ -39,7 +40,6 @@ from agentrl.models.lora import layers
 from agentrl.models.routing import Routing
 from agentrl.models.shape import context_of
 from agentrl.models.vision import Vision
-from agentrl.threads import in_thread
 
 INLINE_SECONDS = 0.025  # maximum duration of a step in the event loop's thread
 RETURN_TICKS = 4

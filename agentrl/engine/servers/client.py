@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from agentrl.containment.threads import in_thread
 from agentrl.engine.base import EngineError
 from agentrl.plugins.types import Json
-from agentrl.threads import in_thread
 from agentrl.weights.addresses import authorization
 from agentrl.weights.publisher import KEEP_ALIVE_SECONDS
 

@@ -17,11 +17,11 @@ from agentrl.cluster.pool import ResourcePool, cluster_nodes, own_id
 from agentrl.cluster.post_mortem import cause_of_death
 from agentrl.cluster.session import Session
 from agentrl.cluster.spawn import FORWARDED, SPAWN_SECONDS
+from agentrl.containment.process_tree import END_SECONDS
 from agentrl.engine.servers.client import Sessions
 from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server
 from agentrl.errors import UserError
-from agentrl.process_tree import END_SECONDS
 
 REASON_SECONDS = 5.0
 """Time for another machine to say why a server ended, or to move its log."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
+from agentrl.containment.process_tree import END_SECONDS, ProcessTree
 from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.errors import UserError
-from agentrl.process_tree import END_SECONDS, ProcessTree
 from agentrl.recipe.secrets import masked_words
 from agentrl.weights.addresses import ANY, LOOPBACK, url_of
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from agentrl.containment.threads import in_thread
 from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
-from agentrl.threads import in_thread
 from agentrl.weights.publisher import Sender
 from agentrl.weights.request import WeightContent, WeightPublisher, WeightRequest, WeightResult
 

@@ -4,6 +4,7 @@ prompt."""
 import re
 from typing import Any
 
+from agentrl.containment.threads import in_thread
 from agentrl.engine.servers.adapters import AdapterRoom
 from agentrl.engine.servers.answer import Features
 from agentrl.engine.servers.client import Client, RefusedError, ServerError
@@ -20,7 +21,6 @@ from agentrl.engine.servers.identity import (
 from agentrl.engine.sglang.command import SIGHT
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
-from agentrl.threads import in_thread
 
 TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
 """SGLang computes these as parts of one layer, and ends where an adapter has not both."""

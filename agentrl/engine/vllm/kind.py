@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentrl.cluster.placement import Launched
+from agentrl.containment.threads import in_thread
 from agentrl.engine.base import Sampling
 from agentrl.engine.servers.adapters import AdapterRoom
 from agentrl.engine.servers.answer import Features, Wanted
@@ -27,7 +28,6 @@ from agentrl.engine.vllm.command import VllmPlan, gpus_of
 from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, pictured, request_body
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
-from agentrl.threads import in_thread
 from agentrl.weights.addresses import same_host
 
 LOGPROBS = "processed_logprobs"

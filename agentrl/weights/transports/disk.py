@@ -8,9 +8,9 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
+from agentrl.containment.threads import in_thread
 from agentrl.errors import UserError
 from agentrl.jsonable import dumps
-from agentrl.threads import in_thread
 from agentrl.weights.server import WeightServer
 from agentrl.weights.source import WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from agentrl.threads import in_thread
+from agentrl.containment.threads import in_thread
 from agentrl.weights.server import Layout, WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agentrl.threads import in_thread
+from agentrl.containment.threads import in_thread
 from agentrl.weights.group import Group, open_group
 from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor, WeightSource, buckets

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions as _reductions
 
+from agentrl.containment.threads import in_thread
 from agentrl.models.load import on_gpu
 from agentrl.recipe.schema import Recipe
-from agentrl.threads import in_thread
 from agentrl.weights.server import WeightServer
 from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each

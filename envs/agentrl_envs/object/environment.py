@@ -10,13 +10,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentrl.containment.threads import Abandoned
 from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
-from agentrl.threads import Abandoned
 from agentrl_envs.object.methods import Lane, Live, Method, closes, tool_methods
 from agentrl_envs.object.scoring import call_function, load_functions
 

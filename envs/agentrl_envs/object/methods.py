@@ -10,12 +10,12 @@ from queue import SimpleQueue
 from types import MethodType
 from typing import Any
 
+from agentrl.containment.threads import Abandoned, Call
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.decorator import result_text
 from agentrl.plugins.signature import read_signature
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Session, ToolResponse
-from agentrl.threads import Abandoned, Call
 
 
 class Lane:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agentrl.containment.threads import in_thread
 from agentrl.errors import UserError
 from agentrl.images import hashes, sent_part, stored
 from agentrl.plugins.patterns import Pattern, TooHardError
 from agentrl.plugins.reward import Reward, Sample
 from agentrl.plugins.types import InfrastructureError, Json, Message
-from agentrl.threads import in_thread
 from agentrl_tools.loops import PerLoop
 from agentrl_tools.rewards.truth import truth_of
 

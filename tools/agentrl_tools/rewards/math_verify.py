@@ -13,9 +13,9 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+from agentrl.containment.threads import in_thread
 from agentrl.plugins.reward import Reward, Sample
 from agentrl.plugins.types import InfrastructureError, Json
-from agentrl.threads import in_thread
 from agentrl_tools.extras import require
 from agentrl_tools.rewards.truth import marked, truth_of
 

@@ -15,7 +15,6 @@ import math
 import os
 import re
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -39,7 +38,7 @@ _NAMED = 3  # functions, where it may be any of several
 
 _PACKAGE = Path(__file__).parents[1]
 _STANDARD = sysconfig.get_path("stdlib")
-_CALLERS = ("rollout", "plugins", "data", "eval", "testing", "threads.py")
+_CALLERS = ("rollout", "plugins", "data", "eval", "testing", "containment")
 """Where agentrl calls plugins; what is slow elsewhere (loading a model) is its own business."""
 _STARTING = _PACKAGE / "plugins" / "registry.py"  # a plugin may take its time to be made
 
@@ -119,8 +118,8 @@ class Ending(Protocol):
 
     seconds: float
     """The time until then."""
-    about: tuple[str, str]
-    """The run folder and the command that resumes it, for a process that can only be killed; empty: there is none."""
+    last_words: Sequence[str]
+    """A command that prints what is left of the work, run where this process can only be killed; empty: none."""
 
     def begin(self, line: str, thread: int) -> None:
         """End it as soon as the loop, in `thread`, goes on, and raise HeldError in what keeps it from that. line: what
@@ -143,11 +142,10 @@ class Watchdog:
         self._timer: asyncio.TimerHandle | None = None
         limit = ending.seconds if ending is not None else math.inf
         reading, self._pipe = os.pipe()
+        program = [sys.executable, "-m", "agentrl.containment.watchdog"]
         try:
             self._reader = subprocess.Popen(
-                [sys.executable, "-m", "agentrl.rollout.watchdog", str(self._seconds), str(limit), str(os.getpid())],
-                stdin=reading,
-                start_new_session=True,
+                [*program, str(self._seconds), str(limit), str(os.getpid())], stdin=reading, start_new_session=True
             )
         finally:
             os.close(reading)
@@ -216,9 +214,9 @@ class Watchdog:
 
     def _arm(self, loop: int | None) -> None:
         """Have the process told, from now on, of `seconds` in which this thread does not run."""
-        about = json.dumps(self._ending.about if self._ending is not None else ("", ""))
+        words = json.dumps(self._ending.last_words if self._ending is not None else ())
         with suppress(BrokenPipeError):  # somebody ended the process: what is left is said all the same
-            os.write(self._pipe, f"alive {loop or 0} {about}\n".encode())
+            os.write(self._pipe, f"alive {loop or 0} {words}\n".encode())
         faulthandler.dump_traceback_later(self._seconds, file=self._pipe)
 
 
@@ -311,23 +309,14 @@ def _stopped() -> bool:
 
 def _kill(line: str, text: str) -> None:
     """Say what is left of the watched process's work, and kill it. text: the last that it wrote."""
-    folder, command = json.loads(text.split("\n", 1)[0].split(" ", 2)[2])
-    what = f"error: {line}; the process is killed" + (f"; {_left(Path(folder), command)}" if folder else "")
+    command = json.loads(text.split("\n", 1)[0].split(" ", 2)[2])
+    left = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip() if command else ""
+    what = f"error: {line}; the process is killed" + (f"; {left}" if left else "")
     if os.getppid() != int(sys.argv[3]) or select.select([0], [], [], 0)[0]:
         return  # it has ended, or goes on, meanwhile
     show = "\x1b[?25h" if sys.stderr.isatty() else ""  # the cursor, which a live display hides
     print(f"{show}{what}", file=sys.stderr, flush=True)
     os.kill(os.getppid(), signal.SIGKILL)
-
-
-def _left(folder: Path, command: str) -> str:
-    from agentrl.checkpoint.checkpoints import Checkpoints
-    from agentrl.checkpoint.run_folder import CHECKPOINTS
-
-    last = Checkpoints(folder / CHECKPOINTS, 1).latest()
-    if last is None:
-        return "nothing was saved yet"
-    return f"step {last.step} is saved, go on with: {command} --resume {shlex.quote(str(folder))}"
 
 
 if __name__ == "__main__":

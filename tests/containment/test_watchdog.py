@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.rollout.event_loop import Runner
-from agentrl.rollout.watchdog import Frame, Watchdog, blocking_code, read_dump
+from agentrl.containment.event_loop import Runner
+from agentrl.containment.watchdog import Frame, Watchdog, blocking_code, read_dump
 
 AGENTRL = str(Path(sys.modules["agentrl"].__file__).parent)
 EVENTS = Frame(asyncio.events.__file__, 80, "_run")
 DRIVER = Frame(f"{AGENTRL}/rollout/driver.py", 7, "drive")
-THREADS = Frame(f"{AGENTRL}/threads.py", 7, "run")
+THREADS = Frame(f"{AGENTRL}/containment/threads.py", 7, "run")
 LOADING = Frame(f"{AGENTRL}/models/load.py", 7, "load_model")
 MAKING = Frame(f"{AGENTRL}/plugins/registry.py", 7, "construct")
 TORCH = Frame("/site-packages/torch/load.py", 7, "load")
@@ -84,10 +84,10 @@ def test_who_holds_up_the_loop_is_said_once_and_a_loop_that_waits_is_not():
 
 HOLDS = """
 import ctypes, threading
-from agentrl.rollout import watchdog
+from agentrl.containment import watchdog
 watchdog.SECONDS = 1.0
 from agentrl.plugins.reward import _Function
-from agentrl.rollout.event_loop import Runner
+from agentrl.containment.event_loop import Runner
 
 def catastrophe(sample):
     ctypes.PyDLL(None).sleep(3600)
@@ -97,7 +97,7 @@ def work(runner, function):
         await function.score(None)
     runner.run(go())
 
-import agentrl.rollout.event_loop as blocking
+import agentrl.containment.event_loop as blocking
 original = blocking.Watchdog
 blocking.Watchdog = lambda say, ending: original(say, 1.0, ending)
 work(Runner(print), _Function(catastrophe, {}))

@@ -10,14 +10,14 @@ from fakes import Echo, Env, Hooks, ScriptedEngine, call, make_driver
 from processes import eventually, until
 from warm import Python
 
+from agentrl.containment import pulse
+from agentrl.containment.pulse import PULSE, Pulse
 from agentrl.plugins.reward import GroupReward
 from agentrl.plugins.rewards import Rewards
 from agentrl.plugins.types import Task
-from agentrl.rollout import pulse
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.metrics import rollout_metrics
-from agentrl.rollout.pulse import PULSE, Pulse
 from agentrl.rollout.scorer import Scorer
 from agentrl.trajectory import Boundary
 
@@ -146,7 +146,7 @@ import asyncio, json, sys, time
 from paths import SUPPORT
 from fakes import Echo, Env, make_driver, call
 from agentrl.plugins.types import Task
-from agentrl.rollout import pulse
+from agentrl.containment import pulse
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.metrics import rollout_metrics
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from agentrl.rollout import deadline as watch_module
-from agentrl.rollout.deadline import DeadlineExceededError, DeadlineTimer, SelfCancelledError
+from agentrl.containment import deadline as watch_module
+from agentrl.containment.deadline import DeadlineExceededError, DeadlineTimer, SelfCancelledError
 
 
 def soon(seconds=0.01):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import alive, until
 
-from agentrl.process_tree import ProcessTree, remove_tree
+from agentrl.containment.process_tree import ProcessTree, remove_tree
 
 ORPHAN = """
 import os, pathlib, sys, time
@@ -24,7 +24,7 @@ time.sleep(float(sys.argv[2]))
 """
 STARTER = """
 import os, pathlib, sys, time
-from agentrl.process_tree import ProcessTree
+from agentrl.containment.process_tree import ProcessTree
 with open(os.devnull, "wb") as output:
     tree = ProcessTree(sys.argv[2:], output, os.environ, folder=pathlib.Path(sys.argv[1]))
 time.sleep(1000)

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agentrl.containment.deadline import GRACE, leave_behind
+from agentrl.containment.threads import Abandoned, DaemonThreads
+from agentrl.containment.watchdog import Ending, Watchdog
 from agentrl.errors import UserError, describe, from_signal, is_own, signal_handlers
-from agentrl.rollout.deadline import GRACE, leave_behind
-from agentrl.rollout.watchdog import Ending, Watchdog
-from agentrl.threads import Abandoned, DaemonThreads
 
 T = TypeVar("T")
 _THREADS = 32  # calls of `asyncio.to_thread` at once

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, BinaryIO, TypeVar, cast
 
-from agentrl.plugins.types import Json
+from agentrl.jsonable import Json
 from agentrl.secrets import known, remember
 
 T = TypeVar("T")

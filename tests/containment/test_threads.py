@@ -10,16 +10,16 @@ import pytest
 from fakes import TASK, Env, ScriptedEngine, make_driver
 from reward_functions import free, hang, where
 
+from agentrl.containment.event_loop import Runner
+from agentrl.containment.threads import MOST_ABANDONED, Abandoned, DaemonThreads, check_abandoned, name_of
 from agentrl.errors import UserError
 from agentrl.plugins.decorator import tool
 from agentrl.plugins.rewards import make_rewards
 from agentrl.plugins.types import Task
 from agentrl.recipe.sections.env import RewardsSection
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.event_loop import Runner
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.scorer import Scorer
-from agentrl.threads import MOST_ABANDONED, Abandoned, DaemonThreads, check_abandoned, name_of
 
 
 @pytest.fixture(autouse=True)
@@ -132,15 +132,19 @@ async def test_too_many_calls_that_hang_end_the_roll_out_in_one_line():
 
 
 async def test_a_tool_in_a_thread_and_to_thread_in_a_plugin_are_counted_too():
+    entered = threading.Semaphore(0)
+
     @tool(thread=True)
     def stuck() -> str:
         """Wait."""
+        entered.release()
         free.wait()
         return ""
 
     calls = [asyncio.ensure_future(stuck.execute(None)) for _ in range(MOST_ABANDONED)]
-    while sum(t.name.startswith("tool-stuck") for t in threading.enumerate()) < MOST_ABANDONED:
-        await asyncio.sleep(0)
+    for _ in calls:  # a thread that was only started has not taken its call yet
+        while not entered.acquire(blocking=False):
+            await asyncio.sleep(0)
     while any(call.cancel() for call in calls):
         await asyncio.sleep(0)
     with pytest.raises(UserError, match=r"^tool .*stuck: 32 calls hang"):
@@ -171,7 +175,7 @@ def test_a_loop_ends_although_a_thread_and_a_task_hang():
 
     kept: list[object] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("agentrl.rollout.event_loop.GRACE", 0.01)
+        patch.setattr("agentrl.containment.event_loop.GRACE", 0.01)
         with Runner() as runner:
             runner.run(main())
     assert not free.is_set()

@@ -129,7 +129,7 @@ def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
                 continue
 
 
-def _talks() -> list[list[Message]]:
+def _conversations() -> list[list[Message]]:
     """Conversations as far as a job writes them: user, tool call, result, answer, user; with thoughts, two
     calls, and arguments of every type."""
 
@@ -145,9 +145,16 @@ def _talks() -> list[list[Message]]:
     turn: Message = {"role": "assistant", "content": "", "tool_calls": [call(2)]}
     two: Message = {"role": "assistant", "content": "", "tool_calls": [call(2, n=2, exact=True, of=[1, "b"]), call(3)]}
     thought: Message = {**turn, "reasoning_content": "Twice three."}
-    talk: list[Message] = [user, turn, result(2), {"role": "assistant", "content": "It is 6."}, again]
+    conversation: list[Message] = [user, turn, result(2), {"role": "assistant", "content": "It is 6."}, again]
     system: Message = {"role": "system", "content": "Be brief."}
-    return [[user], talk[:3], talk, [system, user], [user, two, result(2), result(3)], [user, thought, result(2)]]
+    return [
+        [user],
+        conversation[:3],
+        conversation,
+        [system, user],
+        [user, two, result(2), result(3)],
+        [user, thought, result(2)],
+    ]
 
 
 def _ids(family: Family, template: Template, messages: Sequence[Message]) -> list[int] | None:
@@ -163,12 +170,12 @@ def _proven(family: Family, template: Template, bridge: BridgeChat) -> bool:
     """Whether it renders every probe conversation as the template does (those that the template refuses set
     aside)."""
     compared = 0
-    for talk in _talks():
+    for conversation in _conversations():
         try:
-            expected = bridge.whole_ids(template.text(talk, template.tools, generate=True))
+            expected = bridge.whole_ids(template.text(conversation, template.tools, generate=True))
         except TemplateRefusalError:
             continue
-        if _ids(family, template, talk) != expected:
+        if _ids(family, template, conversation) != expected:
             return False
         compared += 1
     return compared >= 3
@@ -184,8 +191,8 @@ def _with_bridges(family: Family, template: Template, bridge: BridgeChat) -> Fam
 
 def _agrees(family: Family, template: Template, bridge: BridgeChat, turn: Sequence[int]) -> bool:
     """Whether, where its bridge adds anything after such a turn, our frames add the same."""
-    talk = _talks()[2]
-    for messages in ([talk[2]], [talk[2], talk[2]], [talk[4]]):
+    conversation = _conversations()[2]
+    for messages in ([conversation[2]], [conversation[2], conversation[2]], [conversation[4]]):
         theirs = _their_bridge(family, template, turn, messages)
         try:
             ours = bridge.bridge(turn, messages)

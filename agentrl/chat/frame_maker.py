@@ -61,8 +61,8 @@ class FrameMaker:
         frame = Frame(close, token is not None and token not in self._ends.own, cut, None)
 
         def text_with(contents: Sequence[str]) -> str:
-            talk: list[Message] = [{"role": "user", "content": USER}, turn, *_probes(shape, contents)]
-            return self._template.text(talk, self._template.tools, generate=True)
+            conversation: list[Message] = [{"role": "user", "content": USER}, turn, *_probes(shape, contents)]
+            return self._template.text(conversation, self._template.tools, generate=True)
 
         parts = self._parts_of(rest, text, shape, text_with, lead=pieces[cut][1] if close else "")
         return replace(frame, parts=parts)
@@ -78,8 +78,8 @@ class FrameMaker:
 
         def text_with(contents: Sequence[str]) -> str:
             said = zip(messages, _probes(shape, contents), strict=True)
-            talk = [message if message["role"] == "system" else probe for message, probe in said]
-            return self._template.text(talk, tools, generate=True)
+            conversation = [message if message["role"] == "system" else probe for message, probe in said]
+            return self._template.text(conversation, tools, generate=True)
 
         text = text_with(_contents(shape))
         parts = self._parts_of(text, text, shape, text_with, lead="")
@@ -160,9 +160,9 @@ class FrameMaker:
 
         It stands before the first message, whose place is found where that is not empty."""
         filled = tuple([(role, False) for role, _ in shape])
-        talk: list[Message] = [{"role": "user", "content": USER}, turn, *_probes(filled, _contents(filled))]
+        conversation: list[Message] = [{"role": "user", "content": USER}, turn, *_probes(filled, _contents(filled))]
         try:
-            full = self._tail(self._template.text(talk, self._template.tools, generate=True), turn)
+            full = self._tail(self._template.text(conversation, self._template.tools, generate=True), turn)
         except TemplateRefusalError:
             full = tail
         first = _SENTINEL.search(tail)

@@ -39,10 +39,10 @@ def find_image_writing(template: Template, encoder: Encoder, placeholder: int) -
         if not any(users):
             raise UserError("the chat template does not write images of a user's message in their place")
         strips = not users[0]
-        talk = [_user(USER), probe_turn(1)]
-        if _fits(template, text, talk, _result, strips):
+        conversation = [_user(USER), probe_turn(1)]
+        if _fits(template, text, conversation, _result, strips):
             return ImageWriting(text, strips, None)
-        behind = _behind(template, encoder, text, talk) if ids == [placeholder] else None
+        behind = _behind(template, encoder, text, conversation) if ids == [placeholder] else None
         if behind is None:
             raise UserError(
                 "the chat template does not write images of a tool's message, in their place or behind the result"
@@ -61,13 +61,13 @@ _CONTENTS: tuple[list[Json], ...] = (
 )
 
 
-def _fits(template: Template, text: str, talk: list[Json], last: Json, strips: bool) -> bool:
+def _fits(template: Template, text: str, conversation: list[Json], last: Json, strips: bool) -> bool:
     """Whether images of a last message stand in their place."""
     for contents in _CONTENTS:
         texts = [text if part is _IMAGE else part.strip() if strips else part for part in contents]
         written = "".join(texts)
         given, wanted = (
-            template.text([*talk, last(content)], template.tools if talk else [], generate=True)
+            template.text([*conversation, last(content)], template.tools if conversation else [], generate=True)
             for content in (_parts(contents), _parts([written]) if template.parts else written)
         )
         if given != wanted:
@@ -75,13 +75,13 @@ def _fits(template: Template, text: str, talk: list[Json], last: Json, strips: b
     return True
 
 
-def _behind(template: Template, encoder: Encoder, text: str, talk: list[Json]) -> int | None:
+def _behind(template: Template, encoder: Encoder, text: str, conversation: list[Json]) -> int | None:
     """The id behind which the images of a tool's message stand; None: there is no such."""
     found = set()
     for contents in _CONTENTS:
         texts = "".join(part for part in contents if part is not _IMAGE)
         given, bare = (
-            template.text([*talk, _result(content)], template.tools, generate=True)
+            template.text([*conversation, _result(content)], template.tools, generate=True)
             for content in (_parts(contents), texts)
         )
         images = text * (len(contents) - sum(part is not _IMAGE for part in contents))

@@ -134,17 +134,17 @@ def find_rewrites(template: Template) -> str | None:
     """What the template rewrites in turns that are already written, for people; None when nothing was found."""
     calls = 1 if call_value(0) in _render(template, [_USER, probe_turn(1)]) else 0
     turn, result = probe_turn(calls, CONTENT), probe_result(0, _RESULT)
-    talk: list[Message] = [_USER, turn, *([result] if calls else []), probe_turn(0, ANSWER), _USER_2]
-    found = [*_changes(template, talk), *_lost_thoughts(template, calls), *_drifts(template, calls)]
+    conversation: list[Message] = [_USER, turn, *([result] if calls else []), probe_turn(0, ANSWER), _USER_2]
+    found = [*_changes(template, conversation), *_lost_thoughts(template, calls), *_drifts(template, calls)]
     return "; ".join(dict.fromkeys(found)) or None
 
 
-def _changes(template: Template, talk: list[Message]) -> list[str]:
+def _changes(template: Template, conversation: list[Message]) -> list[str]:
     found = []
-    for i in range(1, len(talk)):
-        role, former = talk[i]["role"], talk[i - 1]["role"]
-        written = _render(template, talk[:i], generate=role == "assistant")
-        now = _render(template, talk[: i + 1], generate=role in ("user", "tool"))
+    for i in range(1, len(conversation)):
+        role, former = conversation[i]["role"], conversation[i - 1]["role"]
+        written = _render(template, conversation[:i], generate=role == "assistant")
+        now = _render(template, conversation[: i + 1], generate=role in ("user", "tool"))
         if not written or not now or now.startswith(written):
             continue
         if role == "assistant":
@@ -160,9 +160,9 @@ def _drifts(template: Template, calls: int) -> list[str]:
     """Whether a later result stands between other tokens than the first one did."""
     if not calls:
         return []
-    talk: list[Message] = [_USER, probe_turn(1), probe_result(0, _RESULT)]
-    again: list[Message] = [*talk, probe_turn(0, ANSWER), _USER_2, *talk[1:]]
-    first, second = (_render(template, messages, generate=True) for messages in (talk, again))
+    conversation: list[Message] = [_USER, probe_turn(1), probe_result(0, _RESULT)]
+    again: list[Message] = [*conversation, probe_turn(0, ANSWER), _USER_2, *conversation[1:]]
+    first, second = (_render(template, messages, generate=True) for messages in (conversation, again))
     if first and second and first.rpartition(call_value(0))[2] != second.rpartition(call_value(0))[2]:
         return ["a later tool result is written otherwise than the first, whose form is kept"]
     return []

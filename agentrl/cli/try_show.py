@@ -82,9 +82,9 @@ class Narrator:
         if isinstance(request, AgentRequest):
             self._calls(request)
         else:
-            if len(request.messages) < self._shown:  # it went on from a summary
+            if len(request.main.messages) < self._shown:  # it went on from a summary
                 self._shown = 0
-            new = request.messages[self._shown :]
+            new = request.main.messages[self._shown :]
             self._shown += len(new)
             self._messages(new)
         self._results(request)
@@ -159,7 +159,7 @@ class Narrator:
             measured = "".join(f", {key} {value:g}" for key, value in use.metrics.items())
             wrong = f", error of the {use.error.partition(':')[0]}" if use.error else ""
             self.say(f"({use.name}: {use.seconds * 1000:.1f} ms{measured}{wrong}{', cut' if use.cut else ''})", "dim")
-        paid = list(request.step_rewards)[self._paid :]
+        paid = list(request.main.step_rewards)[self._paid :]
         self._paid += len(paid)
         for reward in paid:
             if reward:

@@ -211,12 +211,12 @@ class Layout:
         """The chat that it writes by."""
         return self.writer.chat
 
-    def trajectory(self, talk: Talk, name: str) -> Trajectory:
+    def trajectory(self, conversation: Talk, name: str) -> Trajectory:
         """A conversation as a trajectory whose task is called `name`. Raises Refusal."""
-        schemas = self.tools if talk.tools is None else list(talk.tools)
-        learned = self._learned(talk)
+        schemas = self.tools if conversation.tools is None else list(conversation.tools)
+        learned = self._learned(conversation)
         try:
-            messages = tuple(map(_plain, self._shown(talk.messages)))
+            messages = tuple(map(_plain, self._shown(conversation.messages)))
             lay = self._paths if self.section.history == "template" else self._conversation
             made = lay(messages, learned, schemas, Task(name, {}))
         except Refusal:
@@ -237,13 +237,13 @@ class Layout:
         fetched = self.images.fetched(messages) if self.images.urls != "refuse" else messages
         return list(map(stored, fetched))
 
-    def _learned(self, talk: Talk) -> list[bool]:
+    def _learned(self, conversation: Talk) -> list[bool]:
         """For each message whether it is learned."""
-        turns = [message["role"] == "assistant" for message in talk.messages]
+        turns = [message["role"] == "assistant" for message in conversation.messages]
         if self.section.learn == "flagged":
-            found = [turn and flag is True for turn, flag in zip(turns, talk.flags, strict=True)]
+            found = [turn and flag is True for turn, flag in zip(turns, conversation.flags, strict=True)]
         else:
-            found = [turn and flag is not False for turn, flag in zip(turns, talk.flags, strict=True)]
+            found = [turn and flag is not False for turn, flag in zip(turns, conversation.flags, strict=True)]
         if self.section.learn == "last":
             last = max((i for i, turn in enumerate(turns) if turn), default=-1)
             found = [each and i == last for i, each in enumerate(found)]
@@ -260,15 +260,15 @@ class Layout:
         runs = [list(run) for _, run in groupby(messages[: last + 1], key=lambda m: m["role"] == "assistant")]
         if runs[0][0]["role"] == "assistant":
             raise Refusal("it begins with an assistant's message; sft.history=template may lay it out")
-        self.writer.open(request, runs[0], schemas)
+        self.writer.open(request.main, runs[0], schemas)
         for run in runs[1:]:
             if run[0]["role"] != "assistant":
-                self.writer.reply(request, run)
+                self.writer.reply(request.main, run)
             elif len(run) > 1:
                 raise Refusal("two assistant's messages follow each other; sft.history=template may lay it out")
             else:
-                self._check(run[0], self.writer.say(request, request, run[0], schemas))
-            request.messages += run
+                self._check(run[0], self.writer.say(request, request.main, run[0], schemas))
+            request.main.messages += run
         made = request.trajectory()
         wanted = [each for each, message in zip(learned, messages, strict=True) if message["role"] == "assistant"]
         return trained(made, wanted[: len(made.turns)])

@@ -17,7 +17,8 @@ from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.compaction import asked, reopened, threshold
-from agentrl.rollout.request import AsyncRolloutRequest, Conversation
+from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.trajectory import FinishReason, Trajectory, check_invariants
 
 Summarize = Callable[[Sequence[Message]], str]
@@ -95,9 +96,9 @@ class Demonstrator:
         rewrites what stands before it."""
         opening, demonstration = await self.messages(task, rng, style)
         request = AsyncRolloutRequest(f"{task.id}/{style}", task, 0, finish=FinishReason.STOP)
-        request.tools = offered(task, self.tools, self.env)
-        self._open(request, opening)
-        self._hold(request, request, demonstration, partial(summary, self.env, task, rng=rng, style=style))
+        request.main.tools = offered(task, self.tools, self.env)
+        self._open(request.main, opening)
+        self._hold(request, request.main, demonstration, partial(summary, self.env, task, rng=rng, style=style))
         return self._checked(request)
 
     def schemas(self, task: Task) -> list[dict[str, Json]]:
@@ -107,70 +108,72 @@ class Demonstrator:
     def _schemas(self, tools: Mapping[str, Tool]) -> list[dict[str, Json]]:
         return [tool.schema for tool in tools.values()]
 
-    def _open(self, talk: Conversation, opening: Sequence[Message]) -> None:
-        self.writer.open(talk, opening, self._schemas(talk.tools))
+    def _open(self, conversation: Conversation, opening: Sequence[Message]) -> None:
+        self.writer.open(conversation, opening, self._schemas(conversation.tools))
 
     def _hold(
-        self, request: AsyncRolloutRequest, talk: Conversation, said: Sequence[Message], summarize: Summarize
+        self, request: AsyncRolloutRequest, conversation: Conversation, said: Sequence[Message], summarize: Summarize
     ) -> None:
         """Write what follows the opening of a conversation."""
         runs = [list(run) for _, run in groupby(said, key=lambda message: message["role"] == "assistant")]
         done: list[Message] = []
         for index, messages in enumerate(runs):
             done += messages
-            self._write(request, talk, messages, summarize)
+            self._write(request, conversation, messages, summarize)
             last = index == len(runs) - 1
-            if not last and messages[-1]["role"] != "assistant" and self._summary_due(talk):
-                self._compact(request, talk, summarize(done))
+            if not last and messages[-1]["role"] != "assistant" and self._summary_due(conversation):
+                self._compact(request, conversation, summarize(done))
 
     def _write(
-        self, request: AsyncRolloutRequest, talk: Conversation, messages: list[Message], summarize: Summarize
+        self, request: AsyncRolloutRequest, conversation: Conversation, messages: list[Message], summarize: Summarize
     ) -> None:
         """Write one assistant turn, or what follows one."""
         said = messages[0]["role"] == "assistant"
         if said and len(messages) == 1:
-            self.writer.say(request, talk, messages[0], self._schemas(talk.tools))
-        elif not said and talk.turn_ends:
+            self.writer.say(request, conversation, messages[0], self._schemas(conversation.tools))
+        elif not said and conversation.turn_ends:
             for message in messages:
-                if conversation := message.get("conversation"):
-                    self._branch(request, talk, conversation, summarize)
-            self.writer.reply(talk, [_without_conversation(message) for message in messages])
+                if held := message.get("conversation"):
+                    self._branch(request, conversation, held, summarize)
+            self.writer.reply(conversation, [_without_conversation(message) for message in messages])
         else:
             raise UserError(
                 f"{self.env.name}: the demonstration of {request.task.id} does not alternate with the assistant"
             )
-        talk.messages += messages
+        conversation.messages += messages
 
     def _branch(
-        self, request: AsyncRolloutRequest, caller: Conversation, conversation: Sequence[Message], summarize: Summarize
+        self, request: AsyncRolloutRequest, caller: Conversation, messages: Sequence[Message], summarize: Summarize
     ) -> None:
         """Write the conversation of a tool, which offers the tools that hold none themselves."""
         tools = {name: tool for name, tool in caller.tools.items() if not tool.converses}
-        talk = Conversation(name=request.branch_name(), tools=tools)
-        said = [message["role"] == "assistant" for message in conversation]
+        conversation = Conversation(name=request.branch_name(), tools=tools)
+        said = [message["role"] == "assistant" for message in messages]
         begins = said.index(True) if True in said else len(said)
-        self._open(talk, conversation[:begins])
-        request.branches.append(talk)
-        self._hold(request, talk, conversation[begins:], summarize)
+        self._open(conversation, messages[:begins])
+        request.branches.append(conversation)
+        self._hold(request, conversation, messages[begins:], summarize)
 
-    def _summary_due(self, talk: Conversation) -> bool:
+    def _summary_due(self, conversation: Conversation) -> bool:
         section, limits = self.limits.compact, self.limits
-        return section is not None and len(talk.ids) >= threshold(section, limits.max_tokens)
+        return section is not None and len(conversation.ids) >= threshold(section, limits.max_tokens)
 
-    def _compact(self, request: AsyncRolloutRequest, talk: Conversation, text: str) -> None:
+    def _compact(self, request: AsyncRolloutRequest, conversation: Conversation, text: str) -> None:
         """Let a conversation go on from a summary, as the driver does."""
         section = self.limits.compact
         assert section is not None
-        start, end = talk.turn_starts[-1], talk.turn_ends[-1]
-        replied = max(i for i, message in enumerate(talk.messages) if message["role"] == "assistant") + 1
-        talk.messages[replied:] = replies = asked(section, talk.messages[replied:])
-        del talk.ids[end:]
-        talk.images = [span for span in talk.images if span.start < end]
-        self.writer.bridge(talk, talk.ids[start:].tolist(), replies)
-        self.writer.say(request, talk, {"role": "assistant", "content": text}, self._schemas(talk.tools))
-        talk.messages.append({"role": "assistant", "content": text})
-        request.branches.append(talk.begin_anew(request.branch_name()))
-        self._open(talk, reopened(section, talk.opening_messages, text, talk.messages))
+        start, end = conversation.turn_starts[-1], conversation.turn_ends[-1]
+        replied = max(i for i, message in enumerate(conversation.messages) if message["role"] == "assistant") + 1
+        conversation.messages[replied:] = replies = asked(section, conversation.messages[replied:])
+        del conversation.ids[end:]
+        conversation.images = [span for span in conversation.images if span.start < end]
+        self.writer.bridge(conversation, conversation.ids[start:].tolist(), replies)
+        self.writer.say(
+            request, conversation, {"role": "assistant", "content": text}, self._schemas(conversation.tools)
+        )
+        conversation.messages.append({"role": "assistant", "content": text})
+        request.branches.append(conversation.begin_anew(request.branch_name()))
+        self._open(conversation, reopened(section, conversation.opening_messages, text, conversation.messages))
 
     def _checked(self, request: AsyncRolloutRequest) -> Trajectory:
         if not request.turns:

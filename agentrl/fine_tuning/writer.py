@@ -24,7 +24,8 @@ from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.errors import UserError
 from agentrl.images import stored
 from agentrl.plugins.types import Json, Message
-from agentrl.rollout.request import AsyncRolloutRequest, Conversation
+from agentrl.rollout.conversation import Conversation
+from agentrl.rollout.request import AsyncRolloutRequest
 
 _KEPT = 256
 
@@ -37,33 +38,39 @@ class Writer:
         self._contexts: dict[tuple[str, str], tuple[list[Message], str]] = {}
         self._ends: dict[bool, int | None] = {}
 
-    def open(self, talk: Conversation, opening: Sequence[Message], schemas: Sequence[dict[str, Json]]) -> None:
+    def open(self, conversation: Conversation, opening: Sequence[Message], schemas: Sequence[dict[str, Json]]) -> None:
         """Begin a conversation. Raises UserError: the template cannot express the messages."""
         opening = self._shown(opening)
-        talk.messages[:] = opening
-        talk.opening_messages = talk.opening_messages or tuple(opening)
+        conversation.messages[:] = opening
+        conversation.opening_messages = conversation.opening_messages or tuple(opening)
         ids = array("i", self.chat.render(opening, schemas))
-        talk.open_with(ids, images_in(self.chat, ids, opening))
+        conversation.open_with(ids, images_in(self.chat, ids, opening))
 
     def say(
-        self, request: AsyncRolloutRequest, talk: Conversation, message: Message, schemas: Sequence[dict[str, Json]]
+        self,
+        request: AsyncRolloutRequest,
+        conversation: Conversation,
+        message: Message,
+        schemas: Sequence[dict[str, Json]],
     ) -> list[int]:
-        """Write an assistant's turn; return its ids. The caller adds the message to `talk.messages`."""
-        ids = self.turn(talk.messages, message, schemas)
-        request.begin_turn(talk)
-        talk.add_sampled(Generation(ids, [0.0] * len(ids), GenerationFinish.STOP))
-        talk.close_turn()
+        """Write an assistant's turn; return its ids. The caller adds the message to `conversation.messages`."""
+        ids = self.turn(conversation.messages, message, schemas)
+        request.begin_turn(conversation)
+        conversation.add_sampled(Generation(ids, [0.0] * len(ids), GenerationFinish.STOP))
+        conversation.close_turn()
         return ids
 
-    def reply(self, talk: Conversation, messages: Sequence[Message]) -> None:
+    def reply(self, conversation: Conversation, messages: Sequence[Message]) -> None:
         """Write what follows an assistant's turn. Raises UserError: the chat cannot go on with such messages."""
-        self.bridge(talk, talk.ids[talk.turn_starts[-1] : talk.turn_ends[-1]].tolist(), messages)
+        self.bridge(
+            conversation, conversation.ids[conversation.turn_starts[-1] : conversation.turn_ends[-1]].tolist(), messages
+        )
 
-    def bridge(self, talk: Conversation, turn: Sequence[int], messages: Sequence[Message]) -> None:
+    def bridge(self, conversation: Conversation, turn: Sequence[int], messages: Sequence[Message]) -> None:
         """Write what follows a turn of these ids."""
         messages = self._shown(messages)
         ids = self.chat.bridge(turn, messages)
-        talk.add_bridge(ids, images_in(self.chat, ids, messages))
+        conversation.add_bridge(ids, images_in(self.chat, ids, messages))
 
     def _shown(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with their images in the store, where the model sees."""
@@ -96,9 +103,9 @@ class Writer:
         if calls not in self._ends:
             turn = probe_turn(int(calls), "" if calls else CONTENT)
             user: Message = {"role": "user", "content": USER}
-            talk: list[Message] = [user, turn, probe_result(0, "Zqc000x") if calls else user]
+            conversation: list[Message] = [user, turn, probe_result(0, "Zqc000x") if calls else user]
             try:
-                text = self.template.text(talk, self.template.tools, generate=True)
+                text = self.template.text(conversation, self.template.tools, generate=True)
             except TemplateRefusalError:
                 text = ""
             tail = text.partition(call_value(0) if calls else CONTENT)[2]

@@ -159,7 +159,7 @@ class _Work:
         for attempt in range(self.driver.limits.retries + 1):
             request = self.driver.request(self.task, number, attempt=attempt)
             if former.seed is not None:
-                request.seed = former.seed  # so that the plugins' random numbers are those that they had
+                request.seed = request.main.seed = former.seed  # the plugins' random numbers are those that they had
             script = Script(self.turns, self.turn, strict=True, branches=bool(former.segments), number=number + 1)
             self.engine.seat(request.id, script)
             found = await self.driver.drive(request)

@@ -228,7 +228,7 @@ async def play_again(player: Player, engine: StoredTurns, sample: StoredSample, 
     driver = player.driver(occasion="replay")
     request = driver.request(task, stored.sample)
     if stored.seed is not None:
-        request.seed = stored.seed
+        request.seed = request.main.seed = stored.seed
     script = Script(turns, len(turns), branches=bool(stored.segments) and not typed)
     engine.seat(request.id, script)
     live = await driver.drive(request)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.images import keyed
 from agentrl.plugins.types import Json
-from agentrl.rollout.request import derive
+from agentrl.rollout.conversation import derive
 from agentrl.testing.agent import NO_LIMIT, call, plain_text
 from agentrl.trajectory import Trajectory
 

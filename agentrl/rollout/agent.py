@@ -33,9 +33,10 @@ from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
+from agentrl.rollout.conversation import Conversation, Seed, nth
 from agentrl.rollout.conversation_tree import ConversationTree, Counts, Node, Train, untrained
 from agentrl.rollout.driver import Driver, takes_images
-from agentrl.rollout.request import AsyncRolloutRequest, Opening, Seed, nth
+from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, Turn
 
 _ROLES = 16  # seats of a rollout, each of which has metrics
@@ -57,8 +58,7 @@ class AgentRequest(AsyncRolloutRequest):
     def turn_count(self) -> int:
         return len(self.tree.answered)
 
-    @property
-    def last_turn(self) -> int:
+    def last_turn(self, conversation: Conversation) -> int:
         return self.turn_count - 1
 
     @property
@@ -68,16 +68,16 @@ class AgentRequest(AsyncRolloutRequest):
     @property
     def conversation_ids(self) -> Sequence[int]:
         answered = self.tree.answered
-        return answered[-1].branch.ids[: answered[-1].end] if answered else self.ids
+        return answered[-1].branch.ids[: answered[-1].end] if answered else self.main.ids
 
     @property
     def turns(self) -> list[Turn]:
         return [turn for _, _, turn in self.tree.segments(self.train)]
 
-    def add_step_reward(self, reward: float) -> None:
+    def add_step_reward(self, conversation: Conversation, reward: float) -> None:
         if answered := self.tree.answered:
             answered[-1].reward += reward
-            self.step_rewards.append(reward)
+            conversation.step_rewards.append(reward)
 
     def trajectory(self, weights: Mapping[str, float] = {}) -> Trajectory:
         self._flatten()
@@ -85,20 +85,21 @@ class AgentRequest(AsyncRolloutRequest):
 
     def _flatten(self) -> None:
         """Write the tree down as flat tokens, in the order in which the calls began."""
-        for column in (self.ids, self.logprobs, self.versions, self.version_counts):
+        main = self.main
+        for column in (main.ids, main.logprobs, main.versions, main.version_counts):
             del column[:]
-        self.segments, self.told, self.images, self.allowed = [], [], [], []
+        self.segments, self.told, main.images, main.allowed = [], [], [], []
         for node, segment, _ in self.tree.segments(self.train):
             assert node.generation is not None
-            self.add_bridge(node.given.ids, node.given.images)
-            self.add_sampled(node.generation)
-            self.open_turn = None
+            main.add_bridge(node.given.ids, node.given.images)
+            main.add_sampled(node.generation)
+            main.open_turn = None
             self.segments.append(segment)
             self.told.append(node.added)
         if all(segment.parent == index - 1 for index, segment in enumerate(self.segments)):  # it never branched
-            self.messages[:] = [message for told in self.told for message in told]
+            main.messages[:] = [message for told in self.told for message in told]
             self.segments, self.told = [], []
-        self.prompt_length = len(answered[0].given.ids) if (answered := self.tree.answered) else 0
+        main.prompt_length = len(answered[0].given.ids) if (answered := self.tree.answered) else 0
         counts = self.tree.counts
         why = [untrained(node, self.train) for node in self.tree.answered]
         counts.auxiliary, counts.unreceived = sum(map(bool, why)), why.count("unreceived")
@@ -389,7 +390,7 @@ class Rollout(TreeEndpoint):
 
     def answered(self, node: Node, seconds: float) -> None:
         self._request.waited("engine", time.monotonic() - seconds)
-        self._request.messages[:] = node.conversation
+        self._request.main.messages[:] = node.conversation
 
     async def call_tool(self, name: str, arguments: Mapping[str, Json] | str) -> Content:
         """Run a tool of the task for the agent, as the built-in driver would; see `AgentClient.call_tool`."""
@@ -401,10 +402,10 @@ class Rollout(TreeEndpoint):
             if isinstance(call["arguments"], str):
                 parsed = ParsedCall(name, {}, call["arguments"], error="the arguments are no JSON object")
             started = time.monotonic()
-            deadline = min(started + driver.limits.turn_timeout, request.deadline)
-            answers = await driver.caller.answer(request, request, [parsed], deadline, timer)
+            deadline = min(started + driver.limits.turn_timeout, request.main.deadline)
+            answers = await driver.caller.answer(request, request.main, [parsed], deadline, timer)
         except InfrastructureError as error:
-            self.broken = request.at, error
+            self.broken = request.main.at, error
             raise
         finally:
             timer.close()
@@ -442,13 +443,13 @@ class AgentDriver(Driver):
 
     def schemas(self, request: AgentRequest) -> tuple[dict[str, Json], ...]:
         """Schemas of the tools that the task of a rollout offers."""
-        return tuple(self._schemas[name] for name in request.tools)
+        return tuple(self._schemas[name] for name in request.main.tools)
 
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
     ) -> AsyncRolloutRequest:
         plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
-        request = AgentRequest(plain.id, task, sample, seed=plain.seed, opening=plain.opening)
+        request = AgentRequest(plain.id, task, sample, plain.opening, plain.seed)
         request.tree = ConversationTree(plain.id, self._chat, self.section.history)
         request.train = self.section.train
         return request
@@ -464,27 +465,27 @@ class AgentDriver(Driver):
     async def _converse(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason:
         assert isinstance(request, AgentRequest)
         rollout = Rollout(self, request)
-        opening = tuple(request.messages)
+        opening = tuple(request.main.messages)
         where = Boundary.AGENT, f"agent {self._agent.name}"
         finish = FinishReason.STOP
         with ExitStack() as stack:
             client = self._client(request, rollout, opening, stack.enter_context(self._gateway.serving(rollout)))
-            request.at = where
+            request.main.at = where
             try:
-                await timer.wait(self._solve(request, client), request.deadline)
+                await timer.wait(self._solve(request, client), request.main.deadline)
                 finish = FinishReason.TIMEOUT if timer.expired else finish
             except DeadlineExceededError:
                 finish = FinishReason.TIMEOUT
             except Exception as error:
                 if rollout.broken is None and rollout.refused is None:
-                    request.at = where
+                    request.main.at = where
                     raise
                 request.extra["agent_error"] = describe(error)
         if rollout.broken is not None:
-            request.at, broken = rollout.broken
+            request.main.at, broken = rollout.broken
             raise broken
         if not request.tree.answered:
-            request.at = where
+            request.main.at = where
             raise UserError("it ended without a call of the model: does it use the gateway's base URL and key?")
         for begun in request.begun:
             begun.session.outcome = request.outcome
@@ -509,7 +510,7 @@ class AgentDriver(Driver):
             messages=tuple(map(sent, opening)),
             tools=self.schemas(request),
             call_tool=rollout.call_tool,
-            timeout=max(1.0, request.deadline - time.monotonic()),
+            timeout=max(1.0, request.main.deadline - time.monotonic()),
             socket=self._gateway.socket,
         )
 

@@ -21,8 +21,9 @@ from agentrl.images import STORE, ImageError, hashes, in_image_thread
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Converse, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.sections.rollout import RolloutSection
+from agentrl.rollout.conversation import Conversation
 from agentrl.rollout.hooks import finite
-from agentrl.rollout.request import AsyncRolloutRequest, Conversation
+from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.secrets import without_known
 from agentrl.trajectory import Boundary, ToolUse
 
@@ -150,7 +151,7 @@ class Conversing(Converse, Protocol):
         """Hold no further conversations."""
 
 
-Talking = Callable[[AsyncRolloutRequest, Conversation, int, float], Conversing]
+MakeConverse = Callable[[AsyncRolloutRequest, Conversation, int, float], Conversing]
 """Makes what a call converses by, from the request, the calling conversation, the call's place in its turn and its
 deadline (seconds of time.monotonic)."""
 
@@ -158,35 +159,35 @@ deadline (seconds of time.monotonic)."""
 class Caller:
     """Runs the calls of one request's turns, within the limits of the recipe."""
 
-    __slots__ = ("_chat", "_images", "_limits", "_talking")
+    __slots__ = ("_chat", "_images", "_limits", "_make_converse")
 
     def __init__(
-        self, chat: Chat, limits: RolloutSection, talking: "Talking | None" = None, images: bool = False
+        self, chat: Chat, limits: RolloutSection, make_converse: "MakeConverse | None" = None, images: bool = False
     ) -> None:
-        """Build a caller. talking: gives the calls of tools that converse what they converse by. images: whether the
+        """Build a caller. make_converse: gives the calls of tools what they hold conversations by. images: whether the
         model sees those of tools, by the hashes that the store gives them."""
         self._images = images
         self._chat = chat
         self._limits = limits
-        self._talking = talking
+        self._make_converse = make_converse
 
     async def answer(
         self,
         request: AsyncRolloutRequest,
-        talk: Conversation,
+        conversation: Conversation,
         calls: Sequence[ParsedCall],
         turn_deadline: float,
         timer: DeadlineTimer,
     ) -> Answers:
-        """Run the calls of a turn of `talk` and record them: tool uses, step rewards. `turn_deadline` as
+        """Run the calls of a turn of `conversation` and record them: tool uses, step rewards. `turn_deadline` as
         time.monotonic(). Raises where a tool's step reward is no number, a tool's InfrastructureError, what failed in a
         conversation of a tool, and CancelledFromWithinError."""
         allowed = min(self._limits.max_tool_calls_per_turn, self._limits.max_tool_calls - request.tool_calls)
         accepted = calls[:allowed]
         request.tool_calls += len(accepted)
-        turn = talk.last_turn
-        answers = await self._run(request, talk, accepted, turn, turn_deadline, timer)
-        talk.at = Boundary.INFRASTRUCTURE, "chat"
+        turn = request.last_turn(conversation)
+        answers = await self._run(request, conversation, accepted, turn, turn_deadline, timer)
+        conversation.at = Boundary.INFRASTRUCTURE, "chat"
         total = Answers([])
         refused = calls[allowed:]
         if refused:
@@ -196,9 +197,9 @@ class Caller:
             text = bound_text(answer.text, self._limits.max_tool_tokens, self._chat.encode_text)
             cut = text is not answer.text
             if self._images and answer.response.images:
-                shown = hashes([*talk.messages, *total.messages])
+                shown = hashes([*conversation.messages, *total.messages])
                 text = await self._show(answer, text, self._limits.max_images - len(shown))
-            self._record(request, talk, answer, turn, cut=cut)
+            self._record(request, conversation, answer, turn, cut=cut)
             total.messages.append(answer.message(text))
             total.done = total.done or answer.response.done
             total.late = total.late or answer.late
@@ -208,44 +209,49 @@ class Caller:
     async def _run(
         self,
         request: AsyncRolloutRequest,
-        talk: Conversation,
+        conversation: Conversation,
         calls: Sequence[ParsedCall],
         turn: int,
         turn_deadline: float,
         timer: DeadlineTimer,
     ) -> list[Answer]:
         deadline = min(time.monotonic() + self._limits.tool_timeout, turn_deadline)
-        answers = [self._prepare(request, talk, call, turn, i) for i, call in enumerate(calls)]
+        answers = [self._prepare(request, conversation, call, turn, i) for i, call in enumerate(calls)]
         running = [answer for answer in answers if answer.arguments is not None]
         if running:
-            talk.at = Boundary.TOOL, running[0].name
+            conversation.at = Boundary.TOOL, running[0].name
         if len(running) == 1:
-            await self._execute(request, talk, running[0], deadline, timer)
+            await self._execute(request, conversation, running[0], deadline, timer)
         elif running:
             async with asyncio.TaskGroup() as group:
                 for answer in running:
-                    group.create_task(self._execute_in_task(request, talk, answer, deadline))
+                    group.create_task(self._execute_in_task(request, conversation, answer, deadline))
         if request.broken is not None:
-            talk.at, error = request.broken
+            conversation.at, error = request.broken
             raise error
         for answer in running:
             if answer.broken is not None and not request.severed:
-                talk.at = Boundary.TOOL, f"{answer.name}.execute"
+                conversation.at = Boundary.TOOL, f"{answer.name}.execute"
                 raise answer.broken
             answer.late = answer.late and deadline == turn_deadline
         return answers
 
     async def _execute_in_task(
-        self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, deadline: float
+        self, request: AsyncRolloutRequest, conversation: Conversation, answer: Answer, deadline: float
     ) -> None:
-        timer = DeadlineTimer(request.own if talk is request else None)  # a tool's is cancelled with the call
+        timer = DeadlineTimer(request.own if conversation.is_main else None)  # a tool's is cancelled with the call
         try:
-            await self._execute(request, talk, answer, deadline, timer)
+            await self._execute(request, conversation, answer, deadline, timer)
         finally:
             timer.close()
 
     async def _execute(
-        self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, deadline: float, timer: DeadlineTimer
+        self,
+        request: AsyncRolloutRequest,
+        conversation: Conversation,
+        answer: Answer,
+        deadline: float,
+        timer: DeadlineTimer,
     ) -> None:
         """Run one call; whatever the tool does, `answer` says it."""
         tool, arguments, started = answer.tool, answer.arguments, time.monotonic()
@@ -254,7 +260,7 @@ class Caller:
         converse: Conversing | None = None
         try:
             if tool.converses:
-                converse = self._conversing(request, talk, answer, deadline)
+                converse = self._conversing(request, conversation, answer, deadline)
                 arguments = {**arguments, "converse": converse}
             _take(answer, await timer.wait(tool.execute(request.session_of(tool), **arguments), deadline))
         except (InfrastructureError, CancelledFromWithinError, StateChangedError) as error:
@@ -272,22 +278,22 @@ class Caller:
         answer.seconds = time.monotonic() - started
 
     def _conversing(
-        self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, deadline: float
+        self, request: AsyncRolloutRequest, conversation: Conversation, answer: Answer, deadline: float
     ) -> Conversing:
-        if self._talking is None:
+        if self._make_converse is None:
             raise InfrastructureError("it holds conversations with the model, which the built-in driver alone can give")
-        return self._talking(request, talk, answer.index, deadline)
+        return self._make_converse(request, conversation, answer.index, deadline)
 
     def _prepare(
-        self, request: AsyncRolloutRequest, talk: Conversation, call: ParsedCall, turn: int, index: int
+        self, request: AsyncRolloutRequest, conversation: Conversation, call: ParsedCall, turn: int, index: int
     ) -> Answer:
         """An answer that says what is wrong with the call, or one that is ready to run."""
         name = call_id(call, turn, index)
         if call.error is not None:
             return _wrong(call, name, call.error)
-        tool = talk.tools.get(call.name)
+        tool = conversation.tools.get(call.name)
         if tool is None:
-            known = nearest(call.name[:_NAME], talk.tools)
+            known = nearest(call.name[:_NAME], conversation.tools)
             return _wrong(call, name, f"there is no tool named {call.name[:_NAME]!r}{known}")
         answer = Answer(name, call.name, index=index)
         try:
@@ -347,14 +353,16 @@ class Caller:
             self._chat.image_tokens(key)
         return key
 
-    def _record(self, request: AsyncRolloutRequest, talk: Conversation, answer: Answer, turn: int, cut: bool) -> None:
+    def _record(
+        self, request: AsyncRolloutRequest, conversation: Conversation, answer: Answer, turn: int, cut: bool
+    ) -> None:
         response = answer.response
         request.tool_uses.append(
             ToolUse(answer.name, turn, answer.seconds, answer.error, response.metrics or _NONE, cut)
         )
         if response.reward is not None:
-            talk.at = Boundary.REWARD, f"{answer.name}.execute"
-            talk.add_step_reward(finite(response.reward, "step"))
+            conversation.at = Boundary.REWARD, f"{answer.name}.execute"
+            request.add_step_reward(conversation, finite(response.reward, "step"))
 
 
 def _take(answer: Answer, result: object) -> None:

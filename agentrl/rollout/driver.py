@@ -26,16 +26,8 @@ from agentrl.recipe.sections.rollout import CompactSection, RolloutSection
 from agentrl.rollout import hooks
 from agentrl.rollout.calls import Caller, as_text, assistant_message, bounded
 from agentrl.rollout.compaction import COUNTS, asked, reopened, threshold
-from agentrl.rollout.request import (
-    AsyncRolloutRequest,
-    Conversation,
-    Opening,
-    RequestState,
-    Seed,
-    TransitionError,
-    derive,
-    nth,
-)
+from agentrl.rollout.conversation import Conversation, Seed, derive, nth
+from agentrl.rollout.request import AsyncRolloutRequest, Opening, RequestState, TransitionError
 from agentrl.rollout.scorer import Scorer
 from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
 
@@ -80,7 +72,7 @@ class Driver:
         self._seeing = chat if isinstance(chat, Seeing) and engine.images else None
         self._blind = isinstance(chat, Seeing) and self._seeing is None
         self._shows = takes_images(engine, chat)
-        self._caller = Caller(chat, limits, self._talking, images=self._seeing is not None)
+        self._caller = Caller(chat, limits, self._make_converse, images=self._seeing is not None)
         self._prefix = f"{occasion}/" if occasion else ""
         self._count = 0
 
@@ -130,7 +122,7 @@ class Driver:
     async def _drive(self, request: AsyncRolloutRequest, resumable: bool) -> Trajectory:
         """Drive a request; see `drive`. Raises CancelledError alone."""
         started = time.monotonic()
-        request.deadline = started + self._limits.timeout - request.seconds["total"]
+        request.main.deadline = started + self._limits.timeout - request.seconds["total"]
         timer = DeadlineTimer(request.own)
         try:
             await self._run(request, timer)
@@ -169,7 +161,7 @@ class Driver:
 
     async def _abandon(self, request: AsyncRolloutRequest, why: str) -> Trajectory:
         """Close a request whose task came to no trajectory: FAILED, at whose code it was."""
-        boundary, where = request.at
+        boundary, where = request.main.at
         failure = Failure(boundary, f"{where}: {why}")
         trajectory = replace(request.trajectory(), finish=FinishReason.ERROR, failure=failure, rewards={})
         self._forget(request)
@@ -178,20 +170,20 @@ class Driver:
 
     async def _run(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> None:
         if request.state is RequestState.PENDING:
-            request.tools = offered(request.task, self._tools, self._environment)
+            request.main.tools = offered(request.task, self._tools, self._environment)
             started = time.monotonic()
             await hooks.create_all(request, self._environment, timer, self.checked)
             request.waited("hooks", started)
             self._open(request)
         for begun in request.begun:
-            begun.session.deadline = request.deadline
+            begun.session.deadline = request.main.deadline
         request.move(RequestState.RUNNING)
         finish = await self._converse(request, timer)
         if finish is FinishReason.ABORTED:
             request.end(RequestState.ABORTED, finish)
             return
         if request.turn_count == 0:
-            request.at = _ENGINE
+            request.main.at = _ENGINE
             raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
         rewards = await hooks.calc_rewards(request, timer, self._limits.turn_timeout)
@@ -202,27 +194,30 @@ class Driver:
         request.finish = finish
 
     async def _converse(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason:
-        return await self._turns(request, request, timer)
+        return await self._turns(request, request.main, timer)
 
-    async def _turns(self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer) -> FinishReason:
+    async def _turns(
+        self, request: AsyncRolloutRequest, conversation: Conversation, timer: DeadlineTimer
+    ) -> FinishReason:
         """Drive turn after turn, and return why the conversation is over."""
         finish: FinishReason | None = None
         while finish is None:
-            finish = await self._turn(request, talk, timer)
+            finish = await self._turn(request, conversation, timer)
         return finish
 
     def _open(self, request: AsyncRolloutRequest) -> None:
-        request.at = _CHAT
-        ids = request.opening.render(self._chat, request.messages, self._offered(request))
-        if len(ids) >= self._most(request):
-            request.at = Boundary.ENVIRONMENT, f"{self._environment.name}.create"
+        request.main.at = _CHAT
+        main = request.main
+        ids = request.opening.render(self._chat, main.messages, self._offered(main))
+        if len(ids) >= (most := self._most(main)):
+            request.main.at = Boundary.ENVIRONMENT, f"{self._environment.name}.create"
             raise UserError(
-                f"the opening prompt has {len(ids)} tokens, with room for {self._most(request) - 1} and an answer "
+                f"the opening prompt has {len(ids)} tokens, with room for {most - 1} and an answer "
                 f"(rollout.max_tokens {self._limits.max_tokens}, the model's context {self._engine.max_context})"
             )
-        request.open_with(ids, self._images_in(ids, request.messages))
-        request.opening_messages = tuple(request.messages)
-        request.at = _DRIVER
+        request.main.open_with(ids, self._images_in(ids, request.main.messages))
+        request.main.opening_messages = tuple(request.main.messages)
+        request.main.at = _DRIVER
 
     def _images_in(self, ids: Sequence[int], messages: Sequence[Message]) -> Sequence[ImageSpan]:
         """Where the images of messages stand in their ids."""
@@ -243,18 +238,18 @@ class Driver:
             raise UserError("its messages hold images, which the engine does not take: choose one that does")
         return messages
 
-    def _offered(self, talk: Conversation) -> list[dict[str, Json]]:
+    def _offered(self, conversation: Conversation) -> list[dict[str, Json]]:
         """The schemas of a conversation's tools."""
-        return [self._schemas[name] for name in talk.tools]
+        return [self._schemas[name] for name in conversation.tools]
 
-    def _most(self, talk: Conversation) -> int:
+    def _most(self, conversation: Conversation) -> int:
         """The tokens that a conversation may have."""
         most = min(self._limits.max_tokens, self._engine.max_context)
-        return min(most, talk.max_tokens) if talk.max_tokens else most
+        return min(most, conversation.max_tokens) if conversation.max_tokens else most
 
-    def _room(self, request: AsyncRolloutRequest, talk: Conversation) -> int:
+    def _room(self, request: AsyncRolloutRequest, conversation: Conversation) -> int:
         """The tokens that a conversation may still have."""
-        return self._within_total(request, self._most(talk) - len(talk.ids))
+        return self._within_total(request, self._most(conversation) - len(conversation.ids))
 
     def _within_total(self, request: AsyncRolloutRequest, room: int) -> int:
         """`room`, or what is left of the tokens of all conversations together where that is less."""
@@ -262,68 +257,70 @@ class Driver:
         return room if total is None else min(room, total - request.total_tokens - request.promised)
 
     async def _turn(
-        self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer
+        self, request: AsyncRolloutRequest, conversation: Conversation, timer: DeadlineTimer
     ) -> FinishReason | None:
         """Drive one turn: sample, parse, let tools or the environment answer, and write down what they said. Why the
         conversation is over, or None."""
         limits, started = self._limits, time.monotonic()
-        deadline = min(started + limits.turn_timeout, talk.deadline)
-        request.begin_turn(talk)
-        if talk is request:
-            talk.state_key = self._state_of(request)
-        generation = await self._sample(request, talk, timer, deadline)
-        if talk is request:
+        deadline = min(started + limits.turn_timeout, conversation.deadline)
+        request.begin_turn(conversation)
+        if conversation.is_main:
+            conversation.state_key = self._state_of(request)
+        generation = await self._sample(request, conversation, timer, deadline)
+        if conversation.is_main:
             request.waited("engine", started)
         if generation is None or generation.finish is GenerationFinish.ABORT:
-            return self._stopped(talk, timer.expired)
-        turn_ids = talk.close_turn()
-        talk.at = _CHAT
+            return self._stopped(conversation, timer.expired)
+        turn_ids = conversation.close_turn()
+        conversation.at = _CHAT
         parsed = bounded(self._chat.parse(turn_ids))
-        talk.messages.append(assistant_message(parsed, talk.last_turn))
-        if talk.summarizing:
-            return self._go_on_from(request, talk, parsed.content.strip())
-        if generation.finish is GenerationFinish.LENGTH and (self._room(request, talk) <= 0 or not parsed.calls):
+        conversation.messages.append(assistant_message(parsed, conversation.orders[-1]))
+        if conversation.summarizing:
+            return self._go_on_from(request, conversation, parsed.content.strip())
+        if generation.finish is GenerationFinish.LENGTH and (
+            self._room(request, conversation) <= 0 or not parsed.calls
+        ):
             return FinishReason.LENGTH
         replies, finish = await (self._tool_turn if parsed.calls else self._reply)(
-            request, talk, timer, parsed, deadline
+            request, conversation, timer, parsed, deadline
         )
-        return finish if finish is not None else self._add_replies(request, talk, turn_ids, replies)
+        return finish if finish is not None else self._add_replies(request, conversation, turn_ids, replies)
 
     def _state_of(self, request: AsyncRolloutRequest) -> str:
         """The environment's name of the state that a turn begins in."""
-        request.at = Boundary.ENVIRONMENT, f"{self._environment.name}.state_key"
+        request.main.at = Boundary.ENVIRONMENT, f"{self._environment.name}.state_key"
         found = self._environment.state_key(request.session_of(self._environment))
         if not isinstance(found, str):
             raise TypeError(f"expected a text, got {type(found).__name__}")
-        request.at = _DRIVER
+        request.main.at = _DRIVER
         return found
 
     def _add_replies(
-        self, request: AsyncRolloutRequest, talk: Conversation, turn_ids: list[int], replies: list[Message]
+        self, request: AsyncRolloutRequest, conversation: Conversation, turn_ids: list[int], replies: list[Message]
     ) -> FinishReason | None:
         """Write down what follows a turn, the request for a summary where one is due. Why the conversation is over, or
         None."""
-        talk.at = _CHAT
-        if request.turns_begun >= self._limits.max_turns or 0 < talk.max_turns <= talk.turns_taken:
+        conversation.at = _CHAT
+        if request.turns_begun >= self._limits.max_turns or 0 < conversation.max_turns <= conversation.turns_taken:
             return FinishReason.MAX_TURNS
-        room = self._room(request, talk)
+        room = self._room(request, conversation)
         said, added = self._fitted(turn_ids, replies, room)
         if said is not replies:
-            talk.messages[len(talk.messages) - len(replies) :] = said
+            conversation.messages[len(conversation.messages) - len(replies) :] = said
             replies = said
         section = self._limits.compact
-        if section is not None and self._summary_due(section, request, talk, len(added)):
+        if section is not None and self._summary_due(section, request, conversation, len(added)):
             said = asked(section, replies)
             added = self._bridge(turn_ids, said)
             if len(added) < room:
-                talk.messages[len(talk.messages) - len(replies) :] = replies = said
-                talk.summarizing = True
+                conversation.messages[len(conversation.messages) - len(replies) :] = replies = said
+                conversation.summarizing = True
         if len(added) >= room:
             return FinishReason.LENGTH
-        talk.add_bridge(added, self._images_in(added, replies))
-        if talk is request:
+        conversation.add_bridge(added, self._images_in(added, replies))
+        if conversation.is_main:
             request.move(RequestState.RUNNING)
-        return FinishReason.TIMEOUT if time.monotonic() >= talk.deadline else None
+        return FinishReason.TIMEOUT if time.monotonic() >= conversation.deadline else None
 
     def _bridge(self, turn_ids: list[int], replies: list[Message]) -> list[int]:
         return self._chat.bridge(turn_ids, replies if self._shows else as_text(replies))
@@ -336,90 +333,97 @@ class Driver:
             said, added = shorter, self._bridge(turn_ids, shorter)
         return (said, added) if len(added) < room else (replies, added)
 
-    def _summary_due(self, section: CompactSection, request: AsyncRolloutRequest, talk: Conversation, new: int) -> bool:
+    def _summary_due(
+        self, section: CompactSection, request: AsyncRolloutRequest, conversation: Conversation, new: int
+    ) -> bool:
         """Whether a conversation that `new` tokens are added to is to be summarized: it nears its limit, and
         both the summary and a turn after it are allowed."""
-        if len(talk.ids) + new < threshold(section, self._most(talk)) or request.summaries >= section.most:
+        if (
+            len(conversation.ids) + new < threshold(section, self._most(conversation))
+            or request.summaries >= section.most
+        ):
             return False
         left = self._limits.max_turns - request.turns_begun
-        return min(left, talk.max_turns - talk.turns_taken if talk.max_turns else left) >= 2
+        return min(left, conversation.max_turns - conversation.turns_taken if conversation.max_turns else left) >= 2
 
-    def _go_on_from(self, request: AsyncRolloutRequest, talk: Conversation, summary: str) -> FinishReason | None:
+    def _go_on_from(
+        self, request: AsyncRolloutRequest, conversation: Conversation, summary: str
+    ) -> FinishReason | None:
         """Begin a conversation anew from its summary. It is over where that is empty or leaves no room."""
         section = self._limits.compact
         assert section is not None, "a summary was asked for"
         request.summaries += 1
-        messages = reopened(section, talk.opening_messages, summary, talk.messages)
-        ids = array("i", self._chat.render(messages, self._offered(talk)) if summary else ())
-        if not 0 < len(ids) < self._within_total(request, self._most(talk)):
+        messages = reopened(section, conversation.opening_messages, summary, conversation.messages)
+        ids = array("i", self._chat.render(messages, self._offered(conversation)) if summary else ())
+        if not 0 < len(ids) < self._within_total(request, self._most(conversation)):
             request.summaries_failed += 1
             return FinishReason.LENGTH
         if request.turns_begun >= self._limits.max_turns:  # other conversations have used up what was left
             return FinishReason.MAX_TURNS
-        past = talk.begin_anew(request.branch_name())
+        past = conversation.begin_anew(request.branch_name())
         request.branches.append(past)
         self._forget_id(request, past.name)
-        talk.messages[:] = messages
-        talk.open_with(ids, self._images_in(ids, messages))
-        return FinishReason.TIMEOUT if time.monotonic() >= talk.deadline else None
+        conversation.messages[:] = messages
+        conversation.open_with(ids, self._images_in(ids, messages))
+        return FinishReason.TIMEOUT if time.monotonic() >= conversation.deadline else None
 
     async def _sample(
-        self, request: AsyncRolloutRequest, talk: Conversation, timer: DeadlineTimer, deadline: float
+        self, request: AsyncRolloutRequest, conversation: Conversation, timer: DeadlineTimer, deadline: float
     ) -> Generation | None:
         """The engine's answer, in the conversation already; None when it had to be cancelled."""
         limits, engine = self._limits, self._engine
-        room = min(limits.max_turn_tokens - talk.turn_tokens, self._room(request, talk))
+        room = min(limits.max_turn_tokens - conversation.turn_tokens, self._room(request, conversation))
         sampling = Sampling(
             max_tokens=room, temperature=limits.temperature, top_p=limits.top_p, top_k=limits.top_k,
-            stop_ids=self._chat.stop_ids, seed=nth(talk.seed, len(talk.versions)),
+            stop_ids=self._chat.stop_ids, seed=nth(conversation.seed, len(conversation.versions)),
         )  # fmt: skip
-        talk.at = _ENGINE
+        conversation.at = _ENGINE
         request.promised += room
         try:
-            prompt: Sequence[int] = talk.ids
-            if talk.images:
-                prompt = keyed(talk.ids, talk.images).tolist()
-            work = engine.generate(prompt, sampling, talk.name)
-            generation = await timer.wait(work, deadline, lambda: engine.abort(talk.name))
+            prompt: Sequence[int] = conversation.ids
+            if conversation.images:
+                prompt = keyed(conversation.ids, conversation.images).tolist()
+            work = engine.generate(prompt, sampling, conversation.name)
+            generation = await timer.wait(work, deadline, lambda: engine.abort(conversation.name))
         except DeadlineExceededError:
             return None
         finally:
             request.promised -= room
         if len(generation.ids) > room:
             raise EngineError(f"{len(generation.ids)} ids came where at most {room} were asked for")
-        talk.add_sampled(generation)
+        conversation.add_sampled(generation)
         if generation.usage:
             request.extra["usage"] = dict(Counter(request.extra.get("usage", {})) + Counter(generation.usage))
-        if talk.open_turn is None and generation.finish is not GenerationFinish.ABORT:
+        if conversation.open_turn is None and generation.finish is not GenerationFinish.ABORT:
             raise EngineError(f"a turn ended by {generation.finish} without a token")
         return generation
 
-    def _stopped(self, talk: Conversation, expired: bool) -> FinishReason:
+    def _stopped(self, conversation: Conversation, expired: bool) -> FinishReason:
         """Handle an engine that was stopped: by our own deadline, which ends the turn where it is, or from outside."""
         if not expired:
             return FinishReason.ABORTED
-        if talk.open_turn is not None:
-            talk.at = _CHAT
-            parsed = bounded(self._chat.parse(talk.close_turn()))
-            talk.messages.append(assistant_message(parsed, talk.last_turn))
+        if conversation.open_turn is not None:
+            conversation.at = _CHAT
+            parsed = bounded(self._chat.parse(conversation.close_turn()))
+            conversation.messages.append(assistant_message(parsed, conversation.orders[-1]))
         return FinishReason.TIMEOUT
 
     async def _tool_turn(
         self,
         request: AsyncRolloutRequest,
-        talk: Conversation,
+        conversation: Conversation,
         timer: DeadlineTimer,
         parsed: ParsedTurn,
         deadline: float,
     ) -> tuple[list[Message], FinishReason | None]:
         """Let the tools answer; their messages are in the conversation already."""
-        if talk is request:
+        if conversation.is_main:
             request.move(RequestState.TOOL_CALLING)
         started = time.monotonic()
-        answers = await self._caller.answer(request, talk, parsed.calls, deadline, timer)
-        if talk is request:
+        answers = await self._caller.answer(request, conversation, parsed.calls, deadline, timer)
+        if conversation.is_main:
             request.waited("tools", started)
-        talk.messages.extend(answers.messages)
+        conversation.messages.extend(answers.messages)
         if request.severed:
             return answers.messages, FinishReason.ABORTED
         if answers.done:
@@ -431,23 +435,23 @@ class Driver:
     async def _reply(
         self,
         request: AsyncRolloutRequest,
-        talk: Conversation,
+        conversation: Conversation,
         timer: DeadlineTimer,
         parsed: ParsedTurn,
         deadline: float,
     ) -> tuple[list[Message], FinishReason | None]:
         """Let the environment answer, in `turn_timeout` seconds of its own: when it needs more, the fault is not the
         model's. Its messages are in the conversation already. A conversation of a tool is over."""
-        if talk is not request:
+        if not conversation.is_main:
             return [], FinishReason.STOP
         request.move(RequestState.INTERACTING)
         environment, started = self._environment, time.monotonic()
-        request.at = Boundary.ENVIRONMENT, f"{environment.name}.execute"
-        work = environment.execute(request.session_of(environment), request.messages[-1])
+        request.main.at = Boundary.ENVIRONMENT, f"{environment.name}.execute"
+        work = environment.execute(request.session_of(environment), request.main.messages[-1])
         try:
-            reply = await timer.wait(work, min(started + self._limits.turn_timeout, request.deadline))
+            reply = await timer.wait(work, min(started + self._limits.turn_timeout, request.main.deadline))
         except DeadlineExceededError:
-            if time.monotonic() < request.deadline:
+            if time.monotonic() < request.main.deadline:
                 raise
             return [], FinishReason.TIMEOUT
         request.waited("environment", started)
@@ -455,60 +459,64 @@ class Driver:
             kind = type(reply).__name__
             raise hooks.PluginError(f"it returned {kind}, not a Reply; Reply(done=True) ends the episode")
         if reply.reward is not None:
-            request.add_step_reward(hooks.finite(reply.reward, "step"))
-        messages = await self._shown(self._fewer(request, hooks.checked_messages(reply.messages)))
-        request.messages.extend(messages)
+            request.add_step_reward(conversation, hooks.finite(reply.reward, "step"))
+        messages = await self._shown(self._fewer(conversation, hooks.checked_messages(reply.messages)))
+        request.main.messages.extend(messages)
         if reply.done:
             return messages, FinishReason.ENV_DONE if messages else FinishReason.STOP
         if not messages:
             raise hooks.PluginError("it returned no message and is not done")
         return messages, None
 
-    def _fewer(self, talk: Conversation, messages: list[Message]) -> list[Message]:
+    def _fewer(self, conversation: Conversation, messages: list[Message]) -> list[Message]:
         """Messages with no more images than the conversation may hold, the last left out, which is told in
         words."""
-        most = self._limits.max_images - len(hashes(talk.messages))
+        most = self._limits.max_images - len(hashes(conversation.messages))
         while len(hashes(messages)) > max(0, most) and (fewer := without_last_image(messages)) is not None:
             messages = fewer
         return messages
 
     def _fail(self, request: AsyncRolloutRequest, error: BaseException) -> None:
-        boundary, where = request.at
+        boundary, where = request.main.at
         line = f"{where}: {describe(error)}"
         _log.debug("%s failed at %s", request.id, line, exc_info=error)
         request.end(RequestState.FAILED, FinishReason.ERROR, Failure(boundary, line))
 
-    def _talking(self, request: AsyncRolloutRequest, talk: Conversation, index: int, deadline: float) -> "_Talking":
-        return _Talking(self, request, talk, derive(talk.seed, len(talk.versions), index), deadline)
+    def _make_converse(
+        self, request: AsyncRolloutRequest, conversation: Conversation, index: int, deadline: float
+    ) -> "_Converse":
+        return _Converse(
+            self, request, conversation, derive(conversation.seed, len(conversation.versions), index), deadline
+        )
 
-    async def hold(self, request: AsyncRolloutRequest, talk: Conversation) -> FinishReason:
+    async def hold(self, request: AsyncRolloutRequest, conversation: Conversation) -> FinishReason:
         """Drive a conversation of a tool, a branch of the request, to its end. Where the machinery fails, so does the
         request, whatever the tool makes of the InfrastructureError that this raises."""
         timer = DeadlineTimer()
         try:
-            talk.at = _CHAT
-            ids = array("i", self._chat.render(talk.messages, self._offered(talk)))
-            if len(ids) >= self._room(request, talk):
-                room = max(0, self._room(request, talk) - 1)
+            conversation.at = _CHAT
+            ids = array("i", self._chat.render(conversation.messages, self._offered(conversation)))
+            if len(ids) >= self._room(request, conversation):
+                room = max(0, self._room(request, conversation) - 1)
                 raise ArgumentError(f"it begins with {len(ids)} tokens, with room for {room} and an answer")
-            talk.open_with(ids, self._images_in(ids, talk.messages))
-            request.branches.append(talk)
-            finish = await self._turns(request, talk, timer)
+            conversation.open_with(ids, self._images_in(ids, conversation.messages))
+            request.branches.append(conversation)
+            finish = await self._turns(request, conversation, timer)
         except (ArgumentError, asyncio.CancelledError):
             raise
         except BaseException as error:
-            request.broken = request.broken or (talk.at, contained(error))
+            request.broken = request.broken or (conversation.at, contained(error))
             raise InfrastructureError(f"the conversation failed: {describe(request.broken[1])}") from error
         finally:
             timer.close()
-            self._forget_id(request, talk.name)
+            self._forget_id(request, conversation.name)
         if finish is FinishReason.ABORTED:
             request.severed = True
             raise InfrastructureError("the conversation was aborted")
         return finish
 
     def _forget(self, request: AsyncRolloutRequest) -> None:
-        self._forget_id(request, request.name)
+        self._forget_id(request, request.main.name)
         for branch in request.branches:
             self._forget_id(request, branch.name)
 
@@ -548,13 +556,13 @@ class Driver:
         return f", among {ids}: {text}"
 
 
-class _Talking:
+class _Converse:
     """What a call of a tool converses by; see `Converse`."""
 
     def __init__(
-        self, driver: Driver, request: AsyncRolloutRequest, talk: Conversation, seed: int, deadline: float
+        self, driver: Driver, request: AsyncRolloutRequest, conversation: Conversation, seed: int, deadline: float
     ) -> None:
-        self._driver, self._request, self._talk = driver, request, talk
+        self._driver, self._request, self._talk = driver, request, conversation
         self._seed, self._deadline = seed, deadline
         self._held = 0
         self._closed = False
@@ -582,23 +590,23 @@ class _Talking:
         request, most = self._request, self._driver.limits.max_turns
         if self._closed or request.ended:
             raise InfrastructureError("the call is over in which conversations may be held")
-        if unknown := [name for name in tools if name not in request.tools]:
-            raise UserError(f"the task has no tool {unknown[0]!r}{nearest(unknown[0], request.tools)}")
+        if unknown := [name for name in tools if name not in request.main.tools]:
+            raise UserError(f"the task has no tool {unknown[0]!r}{nearest(unknown[0], request.main.tools)}")
         if request.turns_begun >= most:
             raise ArgumentError(f"no turn is left of {most} (rollout.max_turns)")
         said = await self._driver.checked(messages)
         self._held += 1
-        talk = Conversation(
+        conversation = Conversation(
             name=request.branch_name(),
             seed=derive(self._seed, self._held),
             messages=said,
             opening_messages=tuple(said),
-            tools={name: request.tools[name] for name in tools},
+            tools={name: request.main.tools[name] for name in tools},
             deadline=self._deadline,
             depth=self._talk.depth + 1,
             max_turns=max_turns or 0,
             max_tokens=max_tokens or 0,
         )
-        finish = await self._driver.hold(request, talk)
+        finish = await self._driver.hold(request, conversation)
         done = finish is FinishReason.ENV_DONE
-        return Conversed(tuple(talk.messages), str(finish), talk.turns_taken, done)
+        return Conversed(tuple(conversation.messages), str(finish), conversation.turns_taken, done)

@@ -13,8 +13,9 @@ from agentrl.containment.pulse import PULSE
 from agentrl.containment.threads import check_abandoned
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
+from agentrl.rollout.conversation import Seed
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.request import Opening, Seed
+from agentrl.rollout.request import Opening
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Trajectory
 
 

@@ -16,7 +16,8 @@ from agentrl.errors import PlainError, contained, describe
 from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
-from agentrl.rollout.request import AsyncRolloutRequest, Begun, nth
+from agentrl.rollout.conversation import nth
+from agentrl.rollout.request import AsyncRolloutRequest, Begun
 from agentrl.trajectory import Boundary
 
 RELEASE_SECONDS = 10.0
@@ -47,17 +48,17 @@ async def create_all(
     place of `checked_messages`."""
     task = request.task
     session = _begin(request, environment, {}, {})
-    request.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
-    opening = await timer.wait(environment.create(session, **task.create_kwargs), request.deadline)
+    request.main.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
+    opening = await timer.wait(environment.create(session, **task.create_kwargs), request.main.deadline)
     what = "opening messages"
-    request.messages.extend(checked_messages(opening, what) if checked is None else await checked(opening, what))
-    if not request.messages:
+    request.main.messages.extend(checked_messages(opening, what) if checked is None else await checked(opening, what))
+    if not request.main.messages:
         raise PluginError("it returned no opening messages")
-    for name, tool in request.tools.items():
+    for name, tool in request.main.tools.items():
         kwargs = task.tools_kwargs.get(name, _NO_KWARGS)
         session = _begin(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
-        request.at = Boundary.TOOL, f"{name}.create"
-        await timer.wait(tool.create(session, **kwargs.create_kwargs), request.deadline)
+        request.main.at = Boundary.TOOL, f"{name}.create"
+        await timer.wait(tool.create(session, **kwargs.create_kwargs), request.main.deadline)
 
 
 Checked = Callable[[object, str], Awaitable["list[Message]"]]
@@ -83,7 +84,9 @@ def _begin(
 ) -> Session:
     rng = random.Random(nth(request.seed, _PLUGIN_SEEDS + len(request.begun)))
     environment = request.begun[0].session if request.begun else None
-    session = Session(request.id, request.task, rng, request.deadline, request.messages, environment=environment)
+    session = Session(
+        request.id, request.task, rng, request.main.deadline, request.main.messages, environment=environment
+    )
     request.begun.append(Begun(plugin, session, reward, release))
     return session
 
@@ -94,7 +97,7 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
     rewards: dict[str, float] = {}
     for begun in request.begun:
         name = begun.plugin.name
-        request.at = Boundary.REWARD, f"{name}.calc_reward"
+        request.main.at = Boundary.REWARD, f"{name}.calc_reward"
         work = begun.plugin.calc_reward(begun.session, **begun.calc_reward_kwargs)
         value = await timer.wait(work, time.monotonic() + seconds)
         if value is None and isinstance(begun.plugin, Tool):

@@ -30,10 +30,10 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection, host_and_port
 from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.rollout.agent import AgentDriver
+from agentrl.rollout.conversation import Seed
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import After, roll_out
 from agentrl.rollout.hooks import STEP
-from agentrl.rollout.request import Seed
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.talk import ENDLESS
 from agentrl.trajectory import Group, Trajectory

@@ -1,11 +1,10 @@
 """`AsyncRolloutRequest`: one sample of one task while it grows. Every token is written once, and never again."""
 
-import hashlib
 import math
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -14,33 +13,15 @@ import numpy.typing as npt
 from agentrl.chat.base import Chat
 from agentrl.constraint import Allowed
 from agentrl.containment.deadline import OwnedTask
-from agentrl.engine.base import EngineError, Generation
 from agentrl.images import ImageSpan
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
+from agentrl.rollout.conversation import Conversation
 from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, Span, ToolUse, Trajectory, Turn
 
-Seed = int | tuple[int, ...]
-"""A run's seed, alone or with what it is divided by (the step)."""
-
-_BITS = 63
 _UNWEIGHTED: Mapping[str, float] = {}
 _SINCE_1970 = time.time() - time.monotonic()  # seconds from the clock of deadlines to that of the world
-
-
-def derive(*parts: object) -> int:
-    """A seed of 63 bits from any printable parts: the same parts give the same seed on every machine."""
-    text = "\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> (64 - _BITS)
-
-
-def nth(seed: int, index: int) -> int:
-    """The `index`-th seed of the sequence that `seed` starts (a step of splitmix64), without hashing."""
-    x = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (x ^ (x >> 31)) >> (64 - _BITS)
 
 
 class RequestState(StrEnum):
@@ -111,182 +92,25 @@ class Begun:
         return self.plugin.release(self.session, **self.release_kwargs)
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Conversation:
-    """One sequence of tokens while it grows. `ids` grows in place and is handed to the engine as it is.
-
-    logprobs, versions: of the sampled ids alone, in order, versions as counts of ids in a row with one version.
-    turn_starts, turn_ends, step_rewards, orders: one entry a turn. open_turn: where a turn begins that is not whole
-    yet. deadline: seconds of time.monotonic(). at: whose code runs now, and which, so that an error finds its boundary.
-    """
-
-    name: str = ""
-    """By which the engine knows it; unique among the conversations in flight."""
-    seed: int = 0
-    """Of its tokens."""
-    at: tuple[Boundary, str] = (Boundary.INFRASTRUCTURE, "driver")
-    ids: "array[int]" = field(default_factory=lambda: array("i"))
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    versions: "array[int]" = field(default_factory=lambda: array("i"))
-    version_counts: "array[int]" = field(default_factory=lambda: array("i"))
-    """For each entry of `versions`, the number of sampled ids in a row with it."""
-    allowed: list[tuple[int, Sequence[bytes]]] = field(default_factory=list)
-    """Where ids begin that were sampled under a constraint, and which ids were allowed there."""
-    experts: npt.NDArray[np.int16] | None = None
-    """What the engine's routers chose for the first ids (see `Generation.experts`)."""
-    images: list[ImageSpan] = field(default_factory=list)
-    """Where images stand in `ids`."""
-    prompt_length: int = 0
-    """Tokens of the opening prompt."""
-    open_turn: int | None = None
-    turn_starts: "array[int]" = field(default_factory=lambda: array("i"))
-    turn_ends: "array[int]" = field(default_factory=lambda: array("i"))
-    step_rewards: "array[float]" = field(default_factory=lambda: array("d"))
-    state_keys: list[str] = field(default_factory=list)
-    """For each whole turn, the key of the state in which it began (`Environment.state_key`)."""
-    state_key: str = ""
-    """The key of the state in which the turn begins that is not whole yet; those of whole turns are `state_keys`."""
-    orders: "array[int]" = field(default_factory=lambda: array("i"))
-    """For each turn, how many turns of the rollout began before it."""
-    order: int = -1
-    """That of the turn that is not whole yet; -1: none has begun."""
-    opening_messages: tuple[Message, ...] = ()
-    """The messages that it began with, without a summary."""
-    messages: list[Message] = field(default_factory=list)
-    """The conversation so far."""
-    tools: dict[str, Tool] = field(default_factory=dict)
-    """The tools that it offers, by name."""
-    deadline: float = 0.0
-    depth: int = 0
-    """Calls of tools that it lies in: 0 for the rollout's own."""
-    max_turns: int = 0
-    """Assistant turns that it may have; 0: as many as the rollout."""
-    max_tokens: int = 0
-    """Tokens that it may have; 0: as many as a rollout's own."""
-    summarizing: bool = False
-    """Whether the next turn is a summary, from which it goes on."""
-    turns_before: int = 0
-    """Its turns that summaries took the place of."""
-
-    @property
-    def turn_tokens(self) -> int:
-        """Tokens that the unfinished turn has so far (after an abort)."""
-        return 0 if self.open_turn is None else len(self.ids) - self.open_turn
-
-    def open_with(self, ids: "array[int]", images: Sequence[ImageSpan] = ()) -> None:
-        """Take over the opening prompt; once, before any token. images: where they stand in it."""
-        self.ids = ids
-        self.prompt_length = len(ids)
-        self.images = list(images)
-
-    def add_sampled(self, generation: Generation) -> None:
-        """Append what the engine returned. Raises EngineError when its parts do not belong together."""
-        count = len(generation.ids)
-        if count != len(generation.logprobs):
-            raise EngineError(f"{count} ids came with {len(generation.logprobs)} logprobs")
-        if count == 0:
-            return
-        start, logprobs, version = len(self.ids), array("f", generation.logprobs), generation.weight_version
-        if not isinstance(version, int) and count != len(version):
-            raise EngineError(f"{count} ids came with {len(version)} weight versions")
-        self.ids.fromlist(generation.ids)  # raises before anything is changed where an id is none
-        self.logprobs.extend(logprobs)
-        if isinstance(version, int):
-            self.versions.append(version)
-            self.version_counts.append(count)
-        else:
-            self._add_versions(version)
-        if generation.allowed is not None:
-            self.allowed.append((start, generation.allowed))
-        if self.open_turn is None:
-            self.open_turn = start
-        if (experts := generation.experts) is not None:  # what is known already was chosen when it was sampled
-            known = experts[:0] if self.experts is None else self.experts
-            self.experts = np.concatenate([known, experts[len(known) :]])
-
-    def _add_versions(self, versions: Sequence[int]) -> None:
-        """Append one version an id, as counts of ids in a row."""
-        each = np.array(versions, np.int32)
-        starts = np.flatnonzero(np.diff(each, prepend=each[0] - 1))
-        self.versions.fromlist(each[starts].tolist())
-        self.version_counts.fromlist(np.diff(starts, append=len(each)).tolist())
-
-    def close_turn(self) -> list[int]:
-        """The turn is whole: its ids."""
-        assert self.open_turn is not None, "close_turn follows add_sampled"
-        start, self.open_turn = self.open_turn, None
-        self.turn_starts.append(start)
-        self.turn_ends.append(len(self.ids))
-        self.step_rewards.append(0.0)
-        self.state_keys.append(self.state_key)
-        self.orders.append(self.order if self.order >= 0 else len(self.orders))
-        self.order = -1
-        return self.ids[start:].tolist()
-
-    def add_bridge(self, ids: list[int], images: Sequence[ImageSpan] = ()) -> None:
-        """Append what the environment or the tools said, generation prompt included. images: where they stand in it."""
-        self.images += (replace(span, start=span.start + len(self.ids)) for span in images)
-        self.ids.fromlist(ids)
-
-    def add_step_reward(self, reward: float) -> None:
-        """Credit a step reward to the last turn."""
-        self.step_rewards[-1] += reward
-
-    @property
-    def last_turn(self) -> int:
-        """Index of the last whole turn among those of the rollout."""
-        return self.orders[-1]
-
-    def begin_anew(self, name: str) -> "Conversation":
-        """What it was so far, as a conversation of its own; go on as an empty one that the engine knows by
-        `name`. Its messages are the caller's to change."""
-        past = Conversation(**{one.name: getattr(self, one.name) for one in fields(Conversation)})
-        past.messages = list(self.messages)
-        self.name, self.seed, self.turns_before = name, derive(self.seed, "summary"), self.turns_taken
-        self.ids, self.logprobs, self.versions, self.version_counts = array("i"), array("f"), array("i"), array("i")
-        self.turn_starts, self.turn_ends, self.orders, self.step_rewards = (
-            array("i"),
-            array("i"),
-            array("i"),
-            array("d"),
-        )
-        self.open_turn, self.order, self.summarizing = None, -1, False
-        self.experts, self.state_keys, self.images, self.allowed = None, [], [], []
-        return past
-
-    @property
-    def turns_taken(self) -> int:
-        """Whole turns so far, those before a summary included."""
-        return self.turns_before + len(self.turn_ends)
-
-    @property
-    def whole_turns(self) -> list[Turn]:
-        """The turns that are whole; places in `ids`."""
-        columns = zip(self.turn_starts, self.turn_ends, self.step_rewards, self.state_keys, strict=True)
-        return [Turn(start, end, reward, state=state) for start, end, reward, state in columns]
-
-    @property
-    def own_turns(self) -> list[Turn]:
-        """The turns, one that is not whole among them; places in `ids`."""
-        turns = self.whole_turns
-        if self.open_turn is not None:
-            turns.append(Turn(self.open_turn, len(self.ids), state=self.state_key))
-        return turns
-
-
 @dataclass(slots=True, eq=False)
-class AsyncRolloutRequest(Conversation):
-    """A request as the driver sees it: the conversation that its hooks see, and the branches beside it.
-
-    id: unique among the requests in flight. seed: of this sample and attempt. own: the task that it is driven in.
-    """
+class AsyncRolloutRequest:
+    """One sample of one task: the conversation that its hooks see, the branches beside it, and what became of them."""
 
     id: str
+    """Unique among the requests in flight."""
     task: Task
     sample: int
+    """Its place in the group of its task."""
     opening: Opening = field(default_factory=Opening)
     """Shared by the samples of a task."""
+    seed: int = 0
+    """Of this sample and attempt."""
+    main: Conversation = field(default_factory=Conversation)
+    """The conversation that the environment and its hooks see."""
+    branches: list[Conversation] = field(default_factory=list)
+    """What a summary took the place of, and the conversations of its tools, in the order in which they began."""
     own: OwnedTask = field(default_factory=OwnedTask)
+    """The task that it is driven in."""
     state: RequestState = RequestState.PENDING
     """Changed by `move` and `end` alone."""
     begun: list[Begun] = field(default_factory=list)
@@ -317,8 +141,6 @@ class AsyncRolloutRequest(Conversation):
     """The tree of a rollout that an agent held; empty for one conversation."""
     told: list[tuple[Message, ...]] = field(default_factory=list)
     """The messages that each of `segments` adds to its parent's conversation."""
-    branches: list[Conversation] = field(default_factory=list)
-    """What a summary took the place of, and the conversations of its tools, in the order in which they began."""
     turns_begun: int = 0
     """Turns of all of its conversations, those that are sampled now and those that came to nothing included."""
     promised: int = 0
@@ -333,7 +155,7 @@ class AsyncRolloutRequest(Conversation):
     """Whether it was aborted within a call of a tool, and so cannot be driven on."""
 
     def __post_init__(self) -> None:
-        self.name = self.name or self.id
+        self.main.name, self.main.seed = self.main.name or self.id, self.seed
 
     def move(self, state: RequestState) -> None:
         """Go to `state`. Raises TransitionError when the table does not allow it."""
@@ -365,32 +187,40 @@ class AsyncRolloutRequest(Conversation):
     @property
     def turn_count(self) -> int:
         """Whole turns so far, of all conversations."""
-        return len(self.turn_ends) + sum(len(branch.turn_ends) for branch in self.branches)
+        return len(self.main.turn_ends) + sum(len(branch.turn_ends) for branch in self.branches)
 
     @property
     def turns(self) -> list[Turn]:
         """The whole turns of its own conversation so far, made on demand."""
-        return self.whole_turns
+        return self.main.whole_turns
 
     @property
     def sampled_tokens(self) -> int:
         """Tokens that were sampled so far, in all conversations."""
-        return len(self.logprobs) + sum(len(branch.logprobs) for branch in self.branches)
+        return len(self.main.logprobs) + sum(len(branch.logprobs) for branch in self.branches)
 
     @property
     def total_tokens(self) -> int:
         """Tokens of all conversations."""
-        return len(self.ids) + sum(len(branch.ids) for branch in self.branches)
+        return len(self.main.ids) + sum(len(branch.ids) for branch in self.branches)
 
     @property
     def step_reward(self) -> float:
         """The sum of all step rewards."""
-        return sum(self.step_rewards) + sum(sum(branch.step_rewards) for branch in self.branches)
+        return sum(self.main.step_rewards) + sum(sum(branch.step_rewards) for branch in self.branches)
 
     @property
     def conversation_ids(self) -> Sequence[int]:
         """The tokens of the conversation; of an agent's tree, of the one that ends last."""
-        return self.ids
+        return self.main.ids
+
+    def last_turn(self, conversation: Conversation) -> int:
+        """Index of the last whole turn of a conversation among those of the rollout."""
+        return conversation.orders[-1]
+
+    def add_step_reward(self, conversation: Conversation, reward: float) -> None:
+        """Credit a step reward to the last turn of a conversation."""
+        conversation.step_rewards[-1] += reward
 
     def waited(self, part: str, started: float) -> None:
         """Note that it waited for `part` since `started`, of time.monotonic()."""
@@ -398,10 +228,10 @@ class AsyncRolloutRequest(Conversation):
         self.seconds[part] += now - started
         self.spans.append(Span(part, started + _SINCE_1970, now + _SINCE_1970))
 
-    def begin_turn(self, talk: Conversation) -> None:
-        """Note that a turn of `talk` begins, or goes on."""
-        if talk.order < 0:
-            talk.order = self.turns_begun
+    def begin_turn(self, conversation: Conversation) -> None:
+        """Note that a turn of `conversation` begins, or goes on."""
+        if conversation.order < 0:
+            conversation.order = self.turns_begun
             self.turns_begun += 1
 
     def trajectory(self, weights: Mapping[str, float] = _UNWEIGHTED) -> Trajectory:
@@ -417,22 +247,22 @@ class AsyncRolloutRequest(Conversation):
         return Trajectory(
             request_id=self.id, task=self.task, sample=self.sample, ids=tree.ids, loss_mask=mask,
             logprobs=tree.logprobs, weight_version=tree.version, prompt_length=tree.prompt_length,
-            turns=tuple(tree.turns), messages=tuple(self.messages), rewards=dict(self.rewards),
+            turns=tuple(tree.turns), messages=tuple(self.main.messages), rewards=dict(self.rewards),
             finish=self.finish or FinishReason.ERROR, weights=weights, tool_uses=tuple(tree.tool_uses),
-            failure=self.failure, seconds=dict(self.seconds), spans=tuple(self.spans), tools=tuple(self.tools),
+            failure=self.failure, seconds=dict(self.seconds), spans=tuple(self.spans), tools=tuple(self.main.tools),
             extra=extra, segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
-            experts=None if self.branches else _of_all(self.experts, len(tree.ids)),
+            experts=None if self.branches else _of_all(self.main.experts, len(tree.ids)),
             images=tuple(tree.images), seats=dict(self.seats) if self.failure is None else {},
-            allowed=None if self.branches else _allowed(self),
+            allowed=None if self.branches else _allowed(self.main),
         )  # fmt: skip
 
 
-def _allowed(talk: Conversation) -> Allowed | None:
+def _allowed(conversation: Conversation) -> Allowed | None:
     """The ids that were allowed at each token, as a trajectory has them."""
-    if not talk.allowed:
+    if not conversation.allowed:
         return None
-    found = np.full(len(talk.ids), None, object)
-    for start, allowed in talk.allowed:
+    found = np.full(len(conversation.ids), None, object)
+    for start, allowed in conversation.allowed:
         found[start : start + len(allowed)] = allowed
     return found
 
@@ -465,26 +295,26 @@ class _Flat:
 
 def _one(request: AsyncRolloutRequest) -> _Flat:
     """The columns of a request whose tokens lie in a row."""
-    turns = request.turns
-    if request.open_turn is not None:
-        turns.append(Turn(request.open_turn, len(request.ids), state=request.state_key))
-    columns = _columns(request, turns)
+    main, turns = request.main, request.turns
+    if main.open_turn is not None:
+        turns.append(Turn(main.open_turn, len(main.ids), state=main.state_key))
+    columns = _columns(main, turns)
     return _Flat(
-        *columns, request.prompt_length, turns, request.tool_uses, request.segments, request.told, images=request.images
+        *columns, main.prompt_length, turns, request.tool_uses, request.segments, request.told, images=main.images
     )
 
 
 def _columns(
-    talk: Conversation, turns: Sequence[Turn]
+    conversation: Conversation, turns: Sequence[Turn]
 ) -> "tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], npt.NDArray[np.int32]]":
     """Ids, log-probs and versions of all tokens."""
-    sampled = np.zeros(len(talk.ids), np.bool_)
+    sampled = np.zeros(len(conversation.ids), np.bool_)
     for turn in turns:
         sampled[turn.start : turn.end] = True
     logprobs, version = np.zeros(len(sampled), np.float32), np.full(len(sampled), -1, np.int32)
-    logprobs[sampled] = talk.logprobs
-    version[sampled] = np.repeat(np.array(talk.versions, np.int32), talk.version_counts)
-    return np.array(talk.ids, np.int32), logprobs, version
+    logprobs[sampled] = conversation.logprobs
+    version[sampled] = np.repeat(np.array(conversation.versions, np.int32), conversation.version_counts)
+    return np.array(conversation.ids, np.int32), logprobs, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,41 +322,41 @@ class _Piece:
     """Tokens of a conversation: a turn, and what was said before it. order: of the turn among the rollout's."""
 
     order: float
-    talk: int
+    conversation: int
     start: int
     end: int
     turn: Turn | None
     messages: tuple[Message, ...]
 
 
-def _pieces(index: int, talk: Conversation) -> Iterator[_Piece]:
+def _pieces(index: int, conversation: Conversation) -> Iterator[_Piece]:
     """Yield a conversation turn by turn; what follows its last turn goes with that."""
-    if not (turns := talk.own_turns):
+    if not (turns := conversation.own_turns):
         return
-    orders = [*talk.orders, talk.order][: len(turns)]
+    orders = [*conversation.orders, conversation.order][: len(turns)]
     starts = [0, *(turn.end for turn in turns[:-1])]
-    ends = [*(turn.end for turn in turns[:-1]), len(talk.ids)]
-    told = _told(talk, len(turns))
+    ends = [*(turn.end for turn in turns[:-1]), len(conversation.ids)]
+    told = _told(conversation, len(turns))
     for order, start, end, turn, messages in zip(orders, starts, ends, turns, told, strict=True):
         yield _Piece(order, index, start, end, turn, messages)
 
 
-def _told(talk: Conversation, turns: int) -> list[tuple[Message, ...]]:
+def _told(conversation: Conversation, turns: int) -> list[tuple[Message, ...]]:
     """The messages of each turn with those before it; what follows the last turn goes with that."""
-    first = len(talk.opening_messages)
-    said = [i + 1 for i, message in enumerate(talk.messages) if i >= first and message["role"] == "assistant"]
-    ends = [*said[: turns - 1], *[len(talk.messages)] * (turns - min(len(said), turns - 1))]
-    return [tuple(talk.messages[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    first = len(conversation.opening_messages)
+    said = [i + 1 for i, message in enumerate(conversation.messages) if i >= first and message["role"] == "assistant"]
+    ends = [*said[: turns - 1], *[len(conversation.messages)] * (turns - min(len(said), turns - 1))]
+    return [tuple(conversation.messages[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _tree(request: AsyncRolloutRequest) -> _Flat:
     """The columns of a request with branches: its turns in the order in which they began."""
-    talks: list[Conversation] = [*request.branches, request]
-    pieces = [piece for index, talk in enumerate(talks) for piece in _pieces(index, talk)]
-    if request.ids and not request.own_turns:  # it was just begun anew
-        pieces.append(_Piece(math.inf, len(talks) - 1, 0, len(request.ids), None, tuple(request.messages)))
+    conversations: list[Conversation] = [*request.branches, request.main]
+    pieces = [piece for index, conversation in enumerate(conversations) for piece in _pieces(index, conversation)]
+    if (main := request.main).ids and not main.own_turns:  # it was just begun anew
+        pieces.append(_Piece(math.inf, len(conversations) - 1, 0, len(main.ids), None, tuple(main.messages)))
     pieces.sort(key=lambda piece: piece.order)
-    columns = [_columns(talk, talk.own_turns) for talk in talks]
+    columns = [_columns(conversation, conversation.own_turns) for conversation in conversations]
     segments: list[Segment] = []
     told: list[tuple[Message, ...]] = []
     depths: list[int] = []
@@ -536,27 +366,27 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
     at = 0
     for piece, before in zip(pieces, [None, *pieces], strict=False):
         end = at + piece.end - piece.start
-        if before is not None and before.talk == piece.talk:
+        if before is not None and before.conversation == piece.conversation:
             segments[-1] = replace(segments[-1], end=end)
             told[-1] += piece.messages
         else:
-            segments.append(Segment(at, end, last.get(piece.talk, -1)))
+            segments.append(Segment(at, end, last.get(piece.conversation, -1)))
             told.append(piece.messages)
-            depths.append(talks[piece.talk].depth)
-        last[piece.talk] = len(segments) - 1
+            depths.append(conversations[piece.conversation].depth)
+        last[piece.conversation] = len(segments) - 1
         images += (
             replace(span, start=span.start + at - piece.start)
-            for span in talks[piece.talk].images
+            for span in conversations[piece.conversation].images
             if piece.start <= span.start < piece.end
         )
         if piece.turn is not None:
             moved = at - piece.start
             turns.append(replace(piece.turn, start=piece.turn.start + moved, end=piece.turn.end + moved))
         at = end
-    parts = [[column[piece.start : piece.end] for column in columns[piece.talk]] for piece in pieces]
+    parts = [[column[piece.start : piece.end] for column in columns[piece.conversation]] for piece in pieces]
     ids, logprobs, version = (np.concatenate(column) for column in zip(*parts, strict=True))
     rank = {int(piece.order): index for index, piece in enumerate(pieces) if piece.turn is not None}
     uses = [replace(use, turn=rank.get(use.turn, use.turn)) for use in request.tool_uses]
-    opening = talks[pieces[0].talk].prompt_length
-    leaf = last.get(len(talks) - 1, -1)
+    opening = conversations[pieces[0].conversation].prompt_length
+    leaf = last.get(len(conversations) - 1, -1)
     return _Flat(ids, logprobs, version, opening, turns, uses, segments, told, tuple(depths), leaf, images)

@@ -40,12 +40,12 @@ class Scorer:
         """`rewards` of the plugins, and every sample function's part. Raises what a function raises."""
         if not self._rewards.samples:
             return rewards
-        task, messages, tokens = request.task, tuple(request.messages), request.sampled_tokens
+        task, messages, tokens = request.task, tuple(request.main.messages), request.sampled_tokens
         sample = Sample(
             task, messages, dict(rewards), str(finish), request.turn_count, tokens, request.conversation_ids
         )
         for part, reward in self._rewards.samples.items():
-            request.at = Boundary.REWARD, part
+            request.main.at = Boundary.REWARD, part
             value = await timer.wait(reward.score(sample), time.monotonic() + self._seconds)
             rewards[part] = rewards.get(part, 0.0) + finite(value, part)
         return rewards

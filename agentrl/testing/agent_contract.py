@@ -211,7 +211,7 @@ class _Contract:
             call["function"]["name"]
             for node in request.tree.answered if node.answer is not None and node.call.tools
             for call in node.answer.get("tool_calls", ())
-            if call["function"]["name"] in request.tools
+            if call["function"]["name"] in request.main.tools
         ]  # fmt: skip
         require(
             len(played.tool_uses) >= len(called),

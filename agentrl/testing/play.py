@@ -101,7 +101,7 @@ def _agent_driver(holder: Holder, parts: dict[str, Any]) -> AgentDriver:
 
 def asked(request: AsyncRolloutRequest) -> Sequence[Message]:
     """The messages that the model is to answer now."""
-    return request.tree.nodes[-1].call.messages if isinstance(request, AgentRequest) else request.messages
+    return request.tree.nodes[-1].call.messages if isinstance(request, AgentRequest) else request.main.messages
 
 
 def for_whole_task(agent: Agent) -> bool:

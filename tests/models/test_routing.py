@@ -174,17 +174,17 @@ def test_launched_servers_get_the_flag() -> None:
 
 def test_a_request_keeps_what_was_chosen_when_a_token_was_sampled() -> None:
     request = AsyncRolloutRequest("r", Task("t", {}), 0)
-    request.ids.fromlist([1, 2])
-    request.prompt_length = 2
+    request.main.ids.fromlist([1, 2])
+    request.main.prompt_length = 2
 
     def generated(ids: list[int], experts: np.ndarray) -> Generation:
         return Generation(ids, [-1.0] * len(ids), GenerationFinish.STOP, experts=experts.astype(np.int16))
 
-    request.add_sampled(generated([3, 4], np.full((3, 1, 2), 5)))
-    request.close_turn()
-    request.add_bridge([7])
-    request.add_sampled(generated([8], np.full((5, 1, 2), 6)))  # weights changed: all of it was computed again
-    request.close_turn()
+    request.main.add_sampled(generated([3, 4], np.full((3, 1, 2), 5)))
+    request.main.close_turn()
+    request.main.add_bridge([7])
+    request.main.add_sampled(generated([8], np.full((5, 1, 2), 6)))  # weights changed: all of it was computed again
+    request.main.close_turn()
     experts = request.trajectory({}).experts
     assert experts[:, 0, 0].tolist() == [5, 5, 5, 6, 6, -1]
 

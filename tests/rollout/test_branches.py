@@ -76,7 +76,7 @@ async def test_a_conversation_that_nears_its_limit_goes_on_from_its_summary():
     assert len(t.turns) == 3
     assert t.finish is FinishReason.STOP
     assert [m["content"] for m in t.messages] == ["2+2?\n\nSo far: saw x", "four, done"]
-    assert t.ids[t.last_path()].tolist() == request.ids.tolist()
+    assert t.ids[t.last_path()].tolist() == request.main.ids.tolist()
     assert [m["content"] for m in seen[0]] == ["2+2?", ""]
     assert [[m["content"] for m in messages] for messages in t.branches] == [
         ["2+2?", "", "x" * 20, "Sum up.", "saw x"],

@@ -308,4 +308,4 @@ async def test_what_the_engine_is_given_is_the_requests_own_list():
     driver = make_driver(Engine([call("echo"), "y"]), tools=[Echo()])
     request = driver.request(TASK, 0)
     await driver.drive(request)
-    assert all(ids is request.ids for ids in given)
+    assert all(ids is request.main.ids for ids in given)

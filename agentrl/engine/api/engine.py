@@ -95,8 +95,8 @@ class OpenAIEngine(Engine):
     def _body(self, ids: list[int], sampling: Sampling) -> dict[str, Json]:
         opening, *pieces = self._ledger.find(ids)
         assert isinstance(opening, Opening)
-        talk = [*opening.messages, *(message for piece in pieces for message in piece)]
-        messages = outgoing(talk, self._tool_images)
+        conversation = [*opening.messages, *(message for piece in pieces for message in piece)]
+        messages = outgoing(conversation, self._tool_images)
         body = {"model": self.name, "messages": messages, "temperature": sampling.temperature, "top_p": sampling.top_p}
         if opening.tools:
             body["tools"] = list(opening.tools)

@@ -20,7 +20,7 @@ from agentrl.trajectory import check_invariants
 
 def request() -> AsyncRolloutRequest:
     made = AsyncRolloutRequest("r", Task("t", {}), 0, seed=1)
-    made.open_with(array("i", [1, 2, 3]))
+    made.main.open_with(array("i", [1, 2, 3]))
     return made
 
 
@@ -30,12 +30,12 @@ def generation(ids: list[int], version: object) -> Generation:
 
 def test_every_id_keeps_its_version() -> None:
     made = request()
-    made.add_sampled(generation([4, 5, 6, 7], [3, 3, 4, 4]))
-    made.close_turn()
-    made.add_bridge([8, 9])
-    made.add_sampled(generation([10, 11], 4))
-    made.add_sampled(generation([12], [5]))
-    made.close_turn()
+    made.main.add_sampled(generation([4, 5, 6, 7], [3, 3, 4, 4]))
+    made.main.close_turn()
+    made.main.add_bridge([8, 9])
+    made.main.add_sampled(generation([10, 11], 4))
+    made.main.add_sampled(generation([12], [5]))
+    made.main.close_turn()
     t = made.trajectory()
     check_invariants(t)
     assert t.weight_version.tolist() == [-1, -1, -1, 3, 3, 4, 4, -1, -1, 4, 4, 5]
@@ -44,9 +44,9 @@ def test_every_id_keeps_its_version() -> None:
 def test_versions_that_do_not_match_the_ids_are_an_engine_error() -> None:
     made = request()
     with pytest.raises(EngineError, match="2 ids came with 3 weight versions"):
-        made.add_sampled(generation([4, 5], [1, 1, 1]))
-    assert made.ids.tolist() == [1, 2, 3]  # nothing of it is kept
-    assert not made.versions
+        made.main.add_sampled(generation([4, 5], [1, 1, 1]))
+    assert made.main.ids.tolist() == [1, 2, 3]  # nothing of it is kept
+    assert not made.main.versions
 
 
 def test_versions_in_any_order_are_kept_as_runs() -> None:
@@ -54,9 +54,9 @@ def test_versions_in_any_order_are_kept_as_runs() -> None:
     for count in (1, 2, 7, 300):
         versions = [chance.randrange(3) for _ in range(count)]
         made = request()
-        made.add_sampled(generation(list(range(count)), versions))
+        made.main.add_sampled(generation(list(range(count)), versions))
         runs = [(version, len(list(run))) for version, run in groupby(versions)]
-        assert list(zip(made.versions, made.version_counts, strict=True)) == runs
+        assert list(zip(made.main.versions, made.main.version_counts, strict=True)) == runs
         assert made.trajectory().weight_version[3:].tolist() == versions
 
 

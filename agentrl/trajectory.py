@@ -19,6 +19,8 @@ from agentrl.plugins.types import Json, Message, Task
 
 UNKNOWN = "unknown"
 """The name in `tool/<name>/...` of every tool that a model called although it does not exist."""
+STEP = "step"
+"""The reward part that holds the sum of the turns' step rewards."""
 
 
 class FinishReason(StrEnum):
@@ -364,3 +366,15 @@ class Group:
     def of(cls, task: Task, samples: Sequence[Trajectory]) -> "Group":
         """The group of all samples of a task, in their order."""
         return cls(task, tuple(t for t in samples if t.valid), tuple(t for t in samples if not t.valid))
+
+
+def spread(name: str, values: npt.ArrayLike) -> dict[str, float]:
+    """<name>_mean, _std (of the population), _min and _max of some values; 0 where there are none."""
+    found = np.asarray(values, np.float64)
+    found = found if found.size else np.zeros(1)
+    return {
+        f"{name}_mean": float(found.mean()),
+        f"{name}_std": float(found.std()),
+        f"{name}_min": float(found.min()),
+        f"{name}_max": float(found.max()),
+    }

@@ -7,6 +7,7 @@ have no gradient.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -17,35 +18,29 @@ import numpy.typing as npt
 from agentrl.algo import advantages, losses
 from agentrl.compute.batch import Batch
 from agentrl.containment.threads import DaemonThreads
-from agentrl.learner.advantages import (
+from agentrl.learner.columns import (
     advantage_metrics,
     carries_gradient,
+    chosen,
     first_of_rollouts,
-    part_columns,
+    kept_tokens,
+    learned_by,
+    of_high_entropy,
     penalty_metrics,
+    rejection_metrics,
     sampled_of_samples,
     scattered,
-    seat_columns,
-    step_rewards,
-    turn_numbers,
-    turn_states,
+    token_shares,
+    weighted,
     with_advantages,
     with_kl_penalty,
+    with_rewards,
+    with_streams,
     without_cut,
 )
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, policy_metrics
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
-from agentrl.learner.streams import (
-    chosen,
-    kept_tokens,
-    learned_by,
-    of_high_entropy,
-    rejection_metrics,
-    token_shares,
-    weighted,
-    with_streams,
-)
 from agentrl.learner.teacher import Guide
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group, Learned, Trajectory
@@ -53,6 +48,20 @@ from agentrl.trajectory import Group, Learned, Trajectory
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Updates:
+    """What the optimizer updates of one step came to."""
+
+    policy: MicroBatchMetrics
+    """Of the policy's updates."""
+    values: MicroBatchMetrics
+    """Of the critic's."""
+    trained: Bools
+    """Which samples the policy is trained on, bool [S]."""
+    logprobs: Floats | None = None
+    """The policy's log-probs before the step, float32 [T]; None where they are not known."""
 
 
 class Learner:
@@ -84,24 +93,23 @@ class Learner:
         return self.actor.updates + (self.critic.updates if self.critic is not None else 0) + self._moves
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Make one step: values, advantages, old and reference log-probs, updates. Return the metrics of `update`.
+        """Make one step, stage by stage; return the metrics of `update`, train/advantage_... and what was cut.
 
-        With a critic, or a KL in the reward, log-probs are computed before advantages.
+        Beside each stage stand the columns of the batch that it adds.
         """
-        batch = Batch.from_groups(groups)
         trajectories = [t for group in groups for t in group.trajectories]
-        batch = batch.with_tokens(step_rewards=step_rewards(trajectories, batch))
-        if self._reads.needs_turns:
-            batch = batch.with_tokens(turns=turn_numbers(trajectories, batch))
-        if self._reads.needs_states:
-            batch = batch.with_tokens(states=turn_states(trajectories, batch))
-        if self._reads.needs_parts:
-            batch = batch.with_samples(**part_columns(trajectories, batch))
-        batch, cut = without_cut(trajectories, seat_columns(trajectories, batch), self.recipe)
-        batch = with_streams(batch, trajectories, self.recipe, self.steps, self.guide.part_of)
-        batch = self.guide.taught(self.with_advantages(batch), trajectories)
-        metrics, trained, logprobs = self._update(batch)
-        self.learned = learned(trajectories, batch, trained, logprobs)
+        batch = Batch.from_groups(groups)
+        batch = with_rewards(batch, trajectories, self._reads)  # step_rewards, turns, states, seats; part., seat.
+        batch, cut = without_cut(batch, trajectories, self.recipe)  # reward, left_out
+        batch = with_streams(
+            batch, trajectories, self.recipe, self.steps, self.guide.part_of
+        )  # policy, imitate, distill
+        batch = self.with_advantages(batch)  # values, kl_penalty, advantages, returns
+        batch = self.guide.taught(batch, trajectories)  # what teachers would have said
+        batch = self.with_logprobs(batch)  # old_logprobs, reference_logprobs, entropy, kept
+        made = self._updates(batch)
+        metrics = self._end_step(batch, made)
+        self.learned = learned(trajectories, batch, made.trained, made.logprobs)
         return {**metrics, **advantage_metrics(batch), **cut}
 
     def with_advantages(self, batch: Batch) -> Batch:
@@ -129,39 +137,53 @@ class Learner:
         computed), mismatch/... (see `policy_metrics`), critic/... with a critic, and reward/kl_penalty with a KL in the
         reward.
         """
-        return self._update(batch)[0]
+        batch = self.with_logprobs(batch)
+        return self._end_step(batch, self._updates(batch))
 
-    def _update(self, batch: Batch) -> tuple[dict[str, float], Bools, Floats | None]:
-        """Make one step; return its metrics, which samples the policy was trained on [S], and their log-probs before it
-        [T], None where they are not known."""
-        rate = self._rate(self.recipe.train.lr)
-        policy, values = MicroBatchMetrics(rate), MicroBatchMetrics()
-        waits = self._waits
-        if not waits and self._useful(batch).any():
-            batch = self._with_logprobs(batch)
-        trained = self._useful(batch) & (not waits)
-        logprobs = batch.tokens.get("old_logprobs")
+    def with_logprobs(self, batch: Batch) -> Batch:
+        """The batch, which has `advantages`, with the log-probs that the updates read, and what is decided by those of
+        the whole step: `old_logprobs`, `reference_logprobs`, `entropy` and `kept`, as far as the recipe needs them."""
+        if self._waits or not self._useful(batch).any():
+            return batch
+        algorithm, sampled = self.recipe.algorithm, batch.sampled > 0
+        known = {
+            "old_logprobs": sampled if self._judges_whole else self._useful(batch),
+            "reference_logprobs": self._moved_by_policy(batch),
+        }
+        batch = self._with_passes(batch, {name: known[name] for name in self._needed_logprobs()})
+        if algorithm.top_entropy < 1:
+            batch = batch.with_tokens(entropy=scattered(batch, sampled, self.actor.entropies))
+        return batch.with_tokens(kept=kept_tokens(batch, algorithm)) if algorithm.reject else batch
+
+    def _updates(self, batch: Batch) -> "Updates":
+        """Update the roles by each mini-batch of every epoch, the critic beside the policy."""
+        rate, waits = self._rate(self.recipe.train.lr), self._waits
+        made = Updates(MicroBatchMetrics(rate), MicroBatchMetrics(), self._useful(batch) & (not waits))
+        made.logprobs = batch.tokens.get("old_logprobs")
         for number, part in enumerate(self._mini_batches(batch)):
-            updates: dict[str, Callable[[], Any]] = {}
+            calls: dict[str, Callable[[], Any]] = {}
             if self.critic is not None:
                 shared = part.with_tokens(weight=part.spread(token_shares(part, self.recipe)))
-                updates["critic"] = partial(self.critic.update, shared, self._critic_rate())
+                calls["critic"] = partial(self.critic.update, shared, self._critic_rate())
             if not waits:
-                updates["actor"] = partial(self._update_actor, self._chosen(part, number), rate, policy)
-            made = self._at_once(updates)
-            if "critic" in made:
-                values.add(made["critic"])
-            if made.get("actor") is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
-                logprobs = made["actor"]
+                calls["actor"] = partial(self._update_actor, self._chosen(part, number), rate, made.policy)
+            results = self._at_once(calls)
+            if "critic" in results:
+                made.values.add(results["critic"])
+            if results.get("actor") is not None and "old_logprobs" not in batch.tokens:  # the only update of the step
+                made.logprobs = results["actor"]
+        return made
+
+    def _end_step(self, batch: Batch, made: "Updates") -> dict[str, float]:
+        """Count the step, let the reference and the coefficient of the KL follow, and return the metrics."""
         self.steps += 1
         self._move_reference()
-        valued = critic_metrics(values) if self.critic is not None else {}
-        metrics = {**policy_metrics(policy), **valued, **penalty_metrics(batch)}
-        metrics |= rejection_metrics(batch)
+        valued = critic_metrics(made.values) if self.critic is not None else {}
+        metrics = {**policy_metrics(made.policy), **valued, **penalty_metrics(batch), **rejection_metrics(batch)}
         if self._adaptive:
             metrics["train/kl_coef"] = self.kl_coef
             self.kl_coef = self._followed(batch, metrics)
-        return {**metrics, "train/parameters": self.actor.trained}, trained, logprobs
+        return {**metrics, "train/parameters": self.actor.trained}
 
     def _move_reference(self) -> None:
         """Let the reference follow the policy, if the recipe says so and this step is one of those."""
@@ -186,18 +208,6 @@ class Learner:
     def _judges_whole(self) -> bool:
         """Whether the log-probs of all samples decide what is left out of an update."""
         return self._choose is not None or bool(self.recipe.algorithm.reject)
-
-    def _with_logprobs(self, batch: Batch) -> Batch:
-        """The batch with the log-probs that the updates read, and what is decided by those of the whole step."""
-        algorithm, sampled = self.recipe.algorithm, batch.sampled > 0
-        known = {
-            "old_logprobs": sampled if self._judges_whole else self._useful(batch),
-            "reference_logprobs": self._moved_by_policy(batch),
-        }
-        batch = self._with_passes(batch, {name: known[name] for name in self._needed_logprobs()})
-        if algorithm.top_entropy < 1:
-            batch = batch.with_tokens(entropy=scattered(batch, sampled, self.actor.entropies))
-        return batch.with_tokens(kept=kept_tokens(batch, algorithm)) if algorithm.reject else batch
 
     def _with_passes(self, batch: Batch, columns: Mapping[str, Bools]) -> Batch:
         """The batch with `columns`; those that it lacks are computed by their roles, each for some samples:

@@ -19,8 +19,8 @@ from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, aligned_
 from agentrl.compute.packing import Packed
 from agentrl.errors import UserError
 from agentrl.images import ImageSpan, keyed
+from agentrl.learner.columns import PartOf, learned_by
 from agentrl.learner.reference import narrow
-from agentrl.learner.streams import PartOf, learned_by
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe

@@ -33,7 +33,6 @@ from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.env import RewardSection, RewardsSection
 from agentrl.recipe.sections.track import TrajectoriesSection
-from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ModelReward, translation
 from agentrl.rollout.player import Player
@@ -41,7 +40,7 @@ from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.selection import make_filter
 from agentrl.rollout.stored import StoredSample, as_groups, chosen_files, read_samples, unseen_groups
 from agentrl.rollout.trajectory_file import FILTERED, TRAIN, Row, Stored, read_rows
-from agentrl.trajectory import Boundary, Group, Trajectory
+from agentrl.trajectory import STEP, Boundary, Group, Trajectory
 
 CLOSE = 1e-6  # relative difference of rewards that is none: a reward model's scores depend on the batch
 

@@ -18,16 +18,13 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
 from agentrl.rollout.conversation import nth
 from agentrl.rollout.request import AsyncRolloutRequest, Begun
-from agentrl.trajectory import Boundary
+from agentrl.trajectory import STEP, Boundary
 
 RELEASE_SECONDS = 10.0
 """How long one plugin's `release` may take before it is cancelled."""
 
 LARGEST = 1e15
 """What a reward may be, and the sum of a sample's: the squares of larger ones do not fit the numbers of a GPU."""
-
-STEP = "step"
-"""The reward part that holds the sum of the turns' step rewards."""
 
 SEATS = "seats"
 """The key under which an environment's rewards hold those of seats (`X-Agentrl-Role`), a number each."""

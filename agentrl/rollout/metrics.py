@@ -4,13 +4,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from math import comb
 
-import numpy as np
-import numpy.typing as npt
-
 from agentrl.plugins.types import Task
 from agentrl.rollout.compaction import COUNTS
 from agentrl.rollout.groups import Contrast, contrast
-from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory
+from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory, spread
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -54,18 +51,6 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def _mean(values: Iterable[float]) -> float:
     numbers = list(values)
     return sum(numbers) / len(numbers) if numbers else 0.0
-
-
-def spread(name: str, values: npt.ArrayLike) -> dict[str, float]:
-    """<name>_mean, _std (of the population), _min and _max of some values; 0 where there are none."""
-    found = np.asarray(values, np.float64)
-    found = found if found.size else np.zeros(1)
-    return {
-        f"{name}_mean": float(found.mean()),
-        f"{name}_std": float(found.std()),
-        f"{name}_min": float(found.min()),
-        f"{name}_max": float(found.max()),
-    }
 
 
 def reward_metrics(valid: Sequence[Trajectory]) -> dict[str, float]:

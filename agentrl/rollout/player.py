@@ -33,10 +33,9 @@ from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.conversation import Seed
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import After, roll_out
-from agentrl.rollout.hooks import STEP
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.talk import ENDLESS
-from agentrl.trajectory import Group, Trajectory
+from agentrl.trajectory import STEP, Group, Trajectory
 
 CLOSE_SECONDS = 60.0
 """What the plugins of one kind may take to close, at the end of a run."""

@@ -25,7 +25,6 @@ from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.types import Json
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.hooks import STEP
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.metrics import by_environment, reward_metrics
 from agentrl.rollout.player import Player
@@ -33,7 +32,7 @@ from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.rollouts import Rollouts, StepGroups
 from agentrl.training.trackers import Trackers, samples_of
-from agentrl.trajectory import Group
+from agentrl.trajectory import STEP, Group
 
 
 @dataclass(slots=True)

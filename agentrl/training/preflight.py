@@ -20,8 +20,7 @@ from agentrl.engine.base import engine_class, launched_by
 from agentrl.errors import UserError, describe
 from agentrl.eval.evaluate import check_tasks, choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
-from agentrl.learner.advantages import PART, PART_WEIGHT, with_advantages
-from agentrl.learner.streams import chosen
+from agentrl.learner.columns import PART, PART_WEIGHT, chosen, with_advantages
 from agentrl.learner.teacher import check_teachers
 from agentrl.models.load import find_device, resolve
 from agentrl.models.shape import undivided_heads

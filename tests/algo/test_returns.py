@@ -14,7 +14,7 @@ from agentrl.algo.returns import discounted, gae, reinforce_plus_plus
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
-from agentrl.learner.advantages import carries_gradient, step_rewards, token_rewards, with_advantages
+from agentrl.learner.columns import carries_gradient, step_rewards, token_rewards, with_advantages
 from agentrl.recipe.sections.algorithm import AlgorithmSection
 from agentrl.trajectory import Trajectory
 

@@ -16,18 +16,18 @@ from agentrl.algo.advantage import gdpo
 from agentrl.algo.terms import Samples
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
-from agentrl.learner.advantages import (
+from agentrl.learner.columns import (
     part_columns,
     seat_columns,
     step_rewards,
     sums,
     turn_numbers,
     turn_states,
+    weighted,
     with_advantages,
 )
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
-from agentrl.learner.streams import weighted
 from agentrl.recipe.sections.algorithm import AlgorithmSection
 from agentrl.rollout.groups import Contrast, contrast
 from agentrl.trajectory import Group, Segment, Trajectory

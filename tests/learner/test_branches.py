@@ -12,7 +12,7 @@ from learner_help import VOCABULARY, alone, learned, make_groups, make_model, ma
 from agentrl.compute.batch import Batch
 from agentrl.compute.packing import bins
 from agentrl.compute.value_head import confidence_features
-from agentrl.learner.advantages import sampled_in_order
+from agentrl.learner.columns import sampled_in_order
 from agentrl.plugins.types import Task
 from agentrl.trajectory import (
     FinishReason,

@@ -29,7 +29,7 @@ from agentrl.compute.value_head import (
     value_forward,
 )
 from agentrl.errors import UserError
-from agentrl.learner.advantages import with_advantages
+from agentrl.learner.columns import with_advantages
 from agentrl.learner.critic import Critic, critic_model
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, critic_metrics, value_columns

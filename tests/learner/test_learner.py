@@ -25,7 +25,7 @@ from agentrl.algo.terms import LossTerms, Tokens
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
-from agentrl.learner.advantages import overlong
+from agentrl.learner.columns import overlong
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns, policy_metrics
 from agentrl.learner.optimizer import Optimizer, learning_rate

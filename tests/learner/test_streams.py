@@ -15,11 +15,11 @@ from agentrl.compute import kernels
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
 from agentrl.learner.actor import Actor
+from agentrl.learner.columns import good, weighted, with_streams
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, policy_metrics
 from agentrl.learner.monitors import STEPS, History, no_contrast
 from agentrl.learner.roles import LocalRoles
-from agentrl.learner.streams import good, weighted, with_streams
 from agentrl.learner.teacher import Guide, check_teachers, filled, opening_of
 from agentrl.models.memory import plan_memory
 from agentrl.plugins.types import Message, Task

@@ -22,9 +22,9 @@ from agentrl.errors import UserError
 from agentrl.fine_tuning.pairs import Pair, PairReader
 from agentrl.fine_tuning.reward_model import RewardTrainer
 from agentrl.learner.actor import Actor
+from agentrl.learner.columns import with_streams
 from agentrl.learner.learner import Learner
 from agentrl.learner.roles import LocalRoles
-from agentrl.learner.streams import with_streams
 from agentrl.learner.teacher import Guide, Teacher
 from agentrl.models import lora
 from agentrl.models.image_input import check_sight

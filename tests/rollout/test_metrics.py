@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from agentrl.plugins.types import Task
-from agentrl.rollout.metrics import by_environment, rollout_metrics, spread
-from agentrl.trajectory import FinishReason, Group, Trajectory, Turn
+from agentrl.rollout.metrics import by_environment, rollout_metrics
+from agentrl.trajectory import FinishReason, Group, Trajectory, Turn, spread
 
 
 def group(task: str, *rewards: float) -> Group:

@@ -78,9 +78,9 @@ def contained(error: BaseException) -> Exception:
     return failure
 
 
-def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
+def call_plugin(owner: str, function: Callable[..., T], *arguments: Any) -> T:
     """Call a plugin's synchronous function and return its result; a coroutine is closed, since nobody awaits it.
-    whose: names the function in an error.
+    owner: names the function in an error.
 
     Raises UserError for every exception of it, including SystemExit: whose function, what it raised, and where.
     Exceptions from signal handlers and out-of-memory errors, which are handled elsewhere, are raised unchanged.
@@ -93,7 +93,7 @@ def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
         inside = error.__traceback__.tb_next if error.__traceback__ is not None else None
         joint = ": " if isinstance(error, PlainError) else " raised "
         place = _defined(function) if inside is None else ""
-        raise UserError(f"{whose}{joint}{describe(error.with_traceback(inside))}{place}") from error
+        raise UserError(f"{owner}{joint}{describe(error.with_traceback(inside))}{place}") from error
     if isinstance(result, CoroutineType):
         result.close()
     return result

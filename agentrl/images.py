@@ -88,8 +88,8 @@ class Recent(Generic[V]):
     def put(self, key: Hashable, value: V, size: int) -> None:
         """Keep a value of `size` bytes, and let others go that find no room."""
         with self._lock:
-            former = self._values.pop(key, None)
-            self._bytes += size - (former[1] if former is not None else 0)
+            previous = self._values.pop(key, None)
+            self._bytes += size - (previous[1] if previous is not None else 0)
             self._values[key] = value, size
             while self._bytes > self.most and len(self._values) > 1:
                 self._bytes -= self._values.popitem(last=False)[1][1]

@@ -59,13 +59,13 @@ def token_weights(update: Update, aggregation: Any, config: AlgorithmSection) ->
     config: the recipe's `algorithm`. Raises UserError for an error of the function, and where it does not give a finite
     weight for each sample.
     """
-    whose = f"algorithm.aggregation {config.aggregation.name!r}"
-    found = call_plugin(whose, aggregation, update, config)
+    owner = f"algorithm.aggregation {config.aggregation.name!r}"
+    found = call_plugin(owner, aggregation, update, config)
     if not isinstance(found, np.ndarray) or found.shape != update.lengths.shape:
         got = f"of shape {list(found.shape)}" if isinstance(found, np.ndarray) else f"of type {type(found).__name__}"
-        raise UserError(f"{whose} gave weights {got}, not an array [{len(update.lengths)}], one for every sample")
+        raise UserError(f"{owner} gave weights {got}, not an array [{len(update.lengths)}], one for every sample")
     if not np.issubdtype(found.dtype, np.number) or not np.isfinite(found).all():
-        raise UserError(f"{whose} gave weights that are not finite numbers")
+        raise UserError(f"{owner} gave weights that are not finite numbers")
     return found.astype(np.float32)
 
 

@@ -142,7 +142,7 @@ def find_rewrites(template: Template) -> str | None:
 def _changes(template: Template, conversation: list[Message]) -> list[str]:
     found = []
     for i in range(1, len(conversation)):
-        role, former = conversation[i]["role"], conversation[i - 1]["role"]
+        role, previous = conversation[i]["role"], conversation[i - 1]["role"]
         written = _render(template, conversation[:i], generate=role == "assistant")
         now = _render(template, conversation[: i + 1], generate=role in ("user", "tool"))
         if not written or not now or now.startswith(written):
@@ -151,7 +151,7 @@ def _changes(template: Template, conversation: list[Message]) -> list[str]:
             found.append("an assistant turn does not begin with the generation prompt")
         elif role == "tool":
             found.append("a turn is written otherwise once a tool has answered")
-        elif former == "assistant":
+        elif previous == "assistant":
             found.append("a turn is written otherwise once the user has answered")
     return found
 

@@ -205,12 +205,12 @@ def check_export(folder: str) -> None:
         raise UserError(f"--out {folder}: holds a model already ({held}): remove it, or name another folder")
 
 
-def _check_writable(path: Path, whose: str, how: str) -> None:
+def _check_writable(path: Path, owner: str, how: str) -> None:
     there = next(p for p in (path, *path.parents) if p.exists())
     if not there.is_dir():
-        raise UserError(f"{whose} {there} is not a folder")
+        raise UserError(f"{owner} {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{whose} {there} cannot be written to; name another folder by {how}")
+        raise UserError(f"{owner} {there} cannot be written to; name another folder by {how}")
 
 
 def _make(path: Path) -> None:

@@ -180,11 +180,11 @@ PARTS = (
 )  # fmt: skip
 
 
-def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", whose: str, workers: int) -> None:
+def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", owner: str, workers: int) -> None:
     """Print the memory of one worker, part by part."""
     if recipe.cluster.used:
         place = "a GPU each" if recipe.cluster.gpus else "on CPUs"
-        names = " ".join(word for word in (f"{workers} worker{'s' if workers > 1 else ''}", whose) if word)
+        names = " ".join(word for word in (f"{workers} worker{'s' if workers > 1 else ''}", owner) if word)
         out.print(f"{names}, {place}; {_size(plan.device)} on each:", highlight=False)
     else:
         out.print(f"{_size(plan.device)} in total:", highlight=False)

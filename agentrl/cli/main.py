@@ -131,15 +131,15 @@ def _ended_by_signals() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    former = {}
+    previous = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:  # else somebody has other plans, as `nohup` has
-                former[number] = signal.signal(number, interrupt)
+                previous[number] = signal.signal(number, interrupt)
     try:
         yield
     finally:
-        for number in former:
+        for number in previous:
             signal.signal(number, signal.SIG_DFL)
 
 

@@ -83,10 +83,10 @@ class PluginProofLoop(asyncio.SelectorEventLoop):
 
     def stop(self) -> None:
         """Stop, unless it is a plugin that asks for it while the work goes on: that is told, and nothing else."""
-        if self._work is None or self._work.done() or (whose := _caller()) is None:
+        if self._work is None or self._work.done() or (owner := _caller()) is None:
             super().stop()
         else:
-            self._say(f"{whose} stops the event loop, which is not its own; the run goes on")
+            self._say(f"{owner} stops the event loop, which is not its own; the run goes on")
 
     def create_task(self, coro: Any, **given: Any) -> "asyncio.Task[Any]":
         """Make a task; the one that is run to its end remembers who cancelled it."""

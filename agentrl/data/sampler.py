@@ -97,21 +97,21 @@ class TaskSampler:
 
     def _choose(self, order: Order) -> int:
         number = self.epoch * self.size + self.position
-        index = call_plugin(self._whose, order.draw, number, self.excluded)
+        index = call_plugin(self._owner, order.draw, number, self.excluded)
         if not self._is_task(index) or index in self.excluded:
-            raise UserError(f"{self._whose} drew {index!r:.60}, which is no task that can be drawn")
+            raise UserError(f"{self._owner} drew {index!r:.60}, which is no task that can be drawn")
         return int(index)
 
     def _epoch_order(self) -> Sequence[int]:
         if self._order is None:
             order = self.of_epoch or partial(shuffled, range(self.size), self.seed)
-            found = call_plugin(self._whose, lambda: list(order(self.epoch)))
+            found = call_plugin(self._owner, lambda: list(order(self.epoch)))
             if not self._are_tasks(found):
                 wrong = next(i for i in found if not self._is_task(i))
-                raise UserError(f"{self._whose}: epoch {self.epoch} has the task {wrong!r:.60} of {self.size} tasks")
+                raise UserError(f"{self._owner}: epoch {self.epoch} has the task {wrong!r:.60} of {self.size} tasks")
             if not 0 < len(found) <= self.size or self.excluded.issuperset(found):
                 held = f"{len(found)} tasks of {self.size}, {len(self.excluded)} of them left out"
-                raise UserError(f"{self._whose}: epoch {self.epoch} has {held}: it needs one to train on, and no more")
+                raise UserError(f"{self._owner}: epoch {self.epoch} has {held}: it needs one to train on, and no more")
             self._order = [*map(int, found)]
         return self._order
 
@@ -124,7 +124,7 @@ class TaskSampler:
         return isinstance(index, int | np.integer) and not isinstance(index, bool) and 0 <= int(index) < self.size
 
     @property
-    def _whose(self) -> str:
+    def _owner(self) -> str:
         return f"{ORDER} {self.name!r}"
 
     @property
@@ -135,14 +135,14 @@ class TaskSampler:
     def learn(self, index: int, solved: float, rewards: Sequence[float]) -> None:
         """Tell the order what a task came to: see `Order.learn`. Raises UserError: what it raises."""
         if self.order is not None:
-            call_plugin(self._whose, self.order.learn, index, solved, rewards)
+            call_plugin(self._owner, self.order.learn, index, solved, rewards)
 
     def state(self) -> dict[str, Json]:
         """What `restore` needs. Raises UserError: what a user's order raises, or gives that is not JSON."""
         found: dict[str, Json] = {"epoch": self.epoch, "position": self.position}
         if self.order is not None:
-            own = call_plugin(self._whose, self.order.state)
-            found["order"] = call_plugin(f"{self._whose}: its state", lambda: loads(dumps(own)))
+            own = call_plugin(self._owner, self.order.state)
+            found["order"] = call_plugin(f"{self._owner}: its state", lambda: loads(dumps(own)))
         return found
 
     def restore(self, state: Mapping[str, Json]) -> None:
@@ -151,7 +151,7 @@ class TaskSampler:
         self.epoch, self.position, self._order = int(state["epoch"]), int(state["position"]), None
         self._drawn = self.position > 0
         if self.order is not None and "order" in state:
-            call_plugin(self._whose, self.order.restore, state["order"])
+            call_plugin(self._owner, self.order.restore, state["order"])
 
 
 def make_sampler(section: DataSection, tasks: Sequence[Task], seed: int) -> TaskSampler:
@@ -199,14 +199,14 @@ def filtered(section: DataSection, tasks: Sequence[Task]) -> frozenset[int]:
 
 
 def _filter_of(section: TaskFilterSection, tasks: Sequence[Task]) -> Callable[[int], bool]:
-    whose = f"{FILTER} {section.name!r}"
+    owner = f"{FILTER} {section.name!r}"
     function = with_arguments(load("filters", section.name), 1, section.args, f"{FILTER}.args")
 
     def keep(index: int) -> bool:
         task = tasks[index]
-        found = call_plugin(f"{whose}: task {task.id}:", function, task)
+        found = call_plugin(f"{owner}: task {task.id}:", function, task)
         if not isinstance(found, bool | np.bool_):
-            raise UserError(f"{whose}: task {task.id}: gave {found!r:.60}, not true or false")
+            raise UserError(f"{owner}: task {task.id}: gave {found!r:.60}, not true or false")
         return bool(found)
 
     return keep

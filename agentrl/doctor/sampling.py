@@ -194,8 +194,8 @@ def _changed(model: Any) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for p, former in zip(chosen, kept, strict=True):
-                p.copy_(former)
+            for p, previous in zip(chosen, kept, strict=True):
+                p.copy_(previous)
 
 
 def transports(subject: Subject) -> str:

@@ -180,7 +180,7 @@ class TransformersEngine(Engine):
         """Sample from the trainer's weights of step `version` once the batch that runs is done; requests wait. weights:
         as the engine `local` takes them. Raises EngineError where they do not fit, or cannot be read: nothing is
         sampled until a whole update came."""
-        former, self._still = self._still, True
+        previous, self._still = self._still, True
         try:
             await self._at_rest()
             if weights is not None:
@@ -190,7 +190,7 @@ class TransformersEngine(Engine):
                 self._model.load_state_dict(self._followed.state_dict())
             self._partial, self._version = None, version
         finally:
-            self._still = former
+            self._still = previous
             self._start()
 
     async def sleep(self) -> None:

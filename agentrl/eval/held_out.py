@@ -86,7 +86,7 @@ class HeldOut:
             only=only,
             on_sample=on_sample,
             on_group=on_group,
-            occasion=f"eval_{split}_{after}",
+            label=f"eval_{split}_{after}",
         )
 
     def solved(self, trajectory: Trajectory) -> bool:
@@ -99,10 +99,10 @@ class HeldOut:
 
 def solved_by(env: Environment, trajectory: Trajectory) -> bool:
     """The environment's `solved` for a finished trajectory. Raises UserError as `HeldOut.solved`."""
-    whose = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
-    found = call_plugin(whose, env.solved, trajectory.rewards, trajectory.task)
+    owner = f"environment {env.name!r}: `solved` of task {trajectory.task.id}"
+    found = call_plugin(owner, env.solved, trajectory.rewards, trajectory.task)
     if not isinstance(found, bool | np.bool_):
-        raise UserError(f"{whose} gave {type(found).__name__}, not True or False")
+        raise UserError(f"{owner} gave {type(found).__name__}, not True or False")
     return bool(found)
 
 

@@ -198,9 +198,9 @@ def read_stored(recipe: Recipe, layout: Layout, vocabulary: int, phase: Say) -> 
         raise UserError("sft.learn: flagged is for rows whose messages say so; rollouts have no flags")
     files = chosen_files(folder, section.select.split)
     if not section.retokenize and (folder / RECIPE).is_file():
-        former = load_recipe(str(folder / RECIPE))
+        previous = load_recipe(str(folder / RECIPE))
         try:
-            check_tokenizer(folder, former, recipe)
+            check_tokenizer(folder, previous, recipe)
         except UserError as error:
             raise UserError(f"{error}; sft.retokenize=true lays out their messages anew") from error
     found = Lessons()

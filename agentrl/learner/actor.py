@@ -324,18 +324,18 @@ def loss_terms(loss: Any, tokens: Tokens, config: AlgorithmSection) -> LossTerms
     Raises UserError: the loss raised, or returned another type or shape. Whether the result is finite is not checked
     here, since that would synchronize with the device: see `Optimizer.step`.
     """
-    whose = f"algorithm.loss {config.loss.name!r}"
-    found = call_plugin(whose, loss, tokens, config)
+    owner = f"algorithm.loss {config.loss.name!r}"
+    found = call_plugin(owner, loss, tokens, config)
     if not isinstance(found, LossTerms):
-        raise UserError(f"{whose} gave {type(found).__name__}, not LossTerms")
+        raise UserError(f"{owner} gave {type(found).__name__}, not LossTerms")
     if not isinstance(found.metrics, Mapping):
-        raise UserError(f"{whose} gave metrics of type {type(found.metrics).__name__}, not a map")
+        raise UserError(f"{owner} gave metrics of type {type(found.metrics).__name__}, not a map")
     for name, each in {"a loss": found.loss, **{f"the metric {key!r}": m for key, m in found.metrics.items()}}.items():
         if not isinstance(each, Tensor) or each.shape != tokens.logprobs.shape:
             got = f"of shape {list(each.shape)}" if isinstance(each, Tensor) else f"of type {type(each).__name__}"
-            raise UserError(f"{whose} gave {name} {got}, not a tensor [{len(tokens.logprobs)}], one for every token")
+            raise UserError(f"{owner} gave {name} {got}, not a tensor [{len(tokens.logprobs)}], one for every token")
     if not found.loss.is_floating_point():
-        raise UserError(f"{whose} gave a loss of {found.loss.dtype}, not of floating point")
+        raise UserError(f"{owner} gave a loss of {found.loss.dtype}, not of floating point")
     return found
 
 

@@ -529,10 +529,10 @@ def chosen(
     current, old = (torch.from_numpy(column[sampled]) for column in (logprobs, batch.tokens["old_logprobs"]))
     advantages = torch.from_numpy(batch.tokens["advantages"][sampled])
     sample = torch.from_numpy(np.repeat(batch.rollouts, batch.lengths)[sampled])
-    whose = f"algorithm.loss {config.loss.name!r}"
-    given = call_plugin(whose, choose, Tokens(current, old, advantages, sample), rng, config)
+    owner = f"algorithm.loss {config.loss.name!r}"
+    given = call_plugin(owner, choose, Tokens(current, old, advantages, sample), rng, config)
     if not isinstance(given, Tensor) or given.shape != (len(sampled),) or not bool(torch.isfinite(given).all()):
-        raise UserError(f"{whose} chose no finite tensor [{len(sampled)}], a value for every sampled token")
+        raise UserError(f"{owner} chose no finite tensor [{len(sampled)}], a value for every sampled token")
     return _sampled_column(batch, given)
 
 

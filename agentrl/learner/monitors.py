@@ -405,9 +405,9 @@ def samples_failed(history: History) -> str | None:
         return None
     row = history.rows[-1]
     counts = {key.rpartition("/")[2]: row[key] for key in row if key.startswith("rollout/failed/")}
-    whose = max(counts, key=lambda one: counts[one], default="?")
+    owner = max(counts, key=lambda one: counts[one], default="?")
     return (
-        f"{history.span}: {fmean(shares):.0%} of the samples failed, most by {whose}, and were not trained on. "
+        f"{history.span}: {fmean(shares):.0%} of the samples failed, most by {owner}, and were not trained on. "
         "agentrl show RUN --failed prints the errors"
     )
 

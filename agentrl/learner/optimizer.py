@@ -173,8 +173,8 @@ _GRADIENT_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _take_gradients(parameter: Tensor, master: Tensor) -> None:
     """Send the gradients of `parameter` to this master, and no longer to that of an earlier optimizer."""
-    if (former := _GRADIENT_HOOKS.get(parameter)) is not None:
-        former.remove()
+    if (previous := _GRADIENT_HOOKS.get(parameter)) is not None:
+        previous.remove()
     _GRADIENT_HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(
         partial(_move_gradient, weakref.ref(master))
     )

@@ -83,17 +83,17 @@ def go_on(
     if output is not None:
         RunFolder.check_free(output)
     own = RunFolder(path)
-    former = load_recipe(str(own.recipe()))
+    previous = load_recipe(str(own.recipe()))
     recipe = load_recipe(str(own.recipe()), overrides)
-    for one in (former, recipe):
+    for one in (previous, recipe):
         if engine_class(one.engine.name).brings_chat:
             raise UserError(f"engine {one.engine.name!r} gives no token ids: its rollouts cannot be gone on with")
     named = model_of(model) if model is not None else (model_of(str(path)) if own.checkpoints.is_dir() else None)
     if named is not None:
         recipe = recipe.changed(model={"path": named, "lora": None})
-    if not same_tokenizer(former, recipe):
+    if not same_tokenizer(previous, recipe):
         raise UserError(
-            f"--model: {recipe.model.path} has another tokenizer than {former.model.path}, whose tokens are stored"
+            f"--model: {recipe.model.path} has another tokenizer than {previous.model.path}, whose tokens are stored"
         )
     with progress or Progress() as shown:
         return blocking(lambda: run(_go_on(own, sample, resolve_types(recipe), turn, n, output, shown)))
@@ -113,7 +113,7 @@ async def _go_on(
     try:
         if recipe.rewards.model is not None:
             ask_reward_model(player)
-        driver = player.driver(occasion="continue")
+        driver = player.driver(label="continue")
         work = _Work(driver, engine, sample, task, spoken_by(sample.trajectory), turn)
         room = asyncio.Semaphore(recipe.rollout.concurrency)
         done = progress.follow(f"{n} ways on from turn {turn}", n)
@@ -155,12 +155,12 @@ class _Work:
 
     async def sample(self, number: int) -> tuple[Trajectory, str]:
         """A continuation, tried again where the machinery failed, and why it was stopped."""
-        former = self.stored.trajectory
+        previous = self.stored.trajectory
         for attempt in range(self.driver.limits.retries + 1):
             request = self.driver.request(self.task, number, attempt=attempt)
-            if former.seed is not None:
-                request.seed = request.main.seed = former.seed  # the plugins' random numbers are those that they had
-            script = Script(self.turns, self.turn, strict=True, branches=bool(former.segments), number=number + 1)
+            if previous.seed is not None:
+                request.seed = request.main.seed = previous.seed  # the plugins' random numbers are those that they had
+            script = Script(self.turns, self.turn, strict=True, branches=bool(previous.segments), number=number + 1)
             self.engine.seat(request.id, script)
             found = await self.driver.drive(request)
             if found.failure is None:

@@ -225,7 +225,7 @@ async def play_again(player: Player, engine: StoredTurns, sample: StoredSample, 
     stored = sample.trajectory
     typed = isinstance(player.chat, TextChat)
     turns = as_typed(stored, END) if typed else spoken_by(stored)
-    driver = player.driver(occasion="replay")
+    driver = player.driver(label="replay")
     request = driver.request(task, stored.sample)
     if stored.seed is not None:
         request.seed = request.main.seed = stored.seed

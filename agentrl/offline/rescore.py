@@ -136,17 +136,17 @@ def rescore(
     folder = Path(folder)
     files = chosen_files(folder, step, split)
     own = str(RunFolder(folder).recipe())
-    former, now = load_recipe(own), resolve_types(load_recipe(recipe or own, overrides))
+    previous, now = load_recipe(own), resolve_types(load_recipe(recipe or own, overrides))
     if output is not None:
         RunFolder.check_free(output)
     with progress or Progress() as shown:
-        return blocking(lambda: run(_rescore(folder, files, former, now, output, replay, shown)))
+        return blocking(lambda: run(_rescore(folder, files, previous, now, output, replay, shown)))
 
 
 async def _rescore(
     folder: Path,
     files: Sequence[Stored],
-    former: Recipe,
+    previous: Recipe,
     recipe: Recipe,
     output: str | None,
     replay: bool,
@@ -161,7 +161,7 @@ async def _rescore(
         stack.push_async_callback(rewards.close)
         if recipe.rewards.model is not None:
             rewards = await _with_model(recipe, rewards, env, progress)
-        were = _former_parts(former)
+        were = _previous_parts(previous)
         _check_separable(env, were)
         facts = [row for one in files for row in read_rows(one.path, _FACTS)]
         _check_weights(recipe, rewards, were, facts)
@@ -204,10 +204,10 @@ async def _with_model(recipe: Recipe, rewards: Rewards, env: Environment, progre
     return replace(rewards, groups={**rewards.groups, MODEL: ModelReward(translate, RewardModel(recipe).scores)})
 
 
-def _former_parts(former: Recipe) -> set[str]:
+def _previous_parts(previous: Recipe) -> set[str]:
     """The parts that the recipe's functions and its reward model gave when the rollouts were stored."""
-    return {one.part or _name_of(one) for one in former.rewards.functions} | (
-        {MODEL} if former.rewards.model is not None else set()
+    return {one.part or _name_of(one) for one in previous.rewards.functions} | (
+        {MODEL} if previous.rewards.model is not None else set()
     )
 
 

@@ -175,7 +175,7 @@ def _one_step(
         journal.finished(group)
 
     seed = (job.recipe.train.seed, step)
-    groups = interrupts.run(lambda: player.play(tasks, limits.n, seed=seed, occasion=f"step_{step}", on_group=ended))
+    groups = interrupts.run(lambda: player.play(tasks, limits.n, seed=seed, label=f"step_{step}", on_group=ended))
     journal.step(step, groups, split=job.split)
     if line := failures(f"step {step}", groups):
         shown.say(line)

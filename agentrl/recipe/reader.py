@@ -228,7 +228,7 @@ def _override(document: Document, text: str) -> None:
             place = _descend(place, step)
     document.origins[key] = COMMAND_LINE
     document.origins.update({(*key, *below): COMMAND_LINE for below in given.origins})
-    for gone in [former for former in document.references if former[: len(key)] == key]:
+    for gone in [previous for previous in document.references if previous[: len(key)] == key]:
         del document.references[gone]
     document.references.update({(*key, *below): reference for below, reference in given.references.items()})
 

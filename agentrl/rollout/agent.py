@@ -88,17 +88,17 @@ class AgentRequest(AsyncRolloutRequest):
         main = self.main
         for column in (main.ids, main.logprobs, main.versions, main.version_counts):
             del column[:]
-        self.segments, self.told, main.images, main.allowed = [], [], [], []
+        self.segments, self.segment_messages, main.images, main.allowed = [], [], [], []
         for node, segment, _ in self.tree.segments(self.train):
             assert node.generation is not None
             main.add_bridge(node.given.ids, node.given.images)
             main.add_sampled(node.generation)
             main.open_turn = None
             self.segments.append(segment)
-            self.told.append(node.added)
+            self.segment_messages.append(node.added)
         if all(segment.parent == index - 1 for index, segment in enumerate(self.segments)):  # it never branched
-            main.messages[:] = [message for told in self.told for message in told]
-            self.segments, self.told = [], []
+            main.messages[:] = [message for told in self.segment_messages for message in told]
+            self.segments, self.segment_messages = [], []
         main.prompt_length = len(answered[0].given.ids) if (answered := self.tree.answered) else 0
         counts = self.tree.counts
         why = [untrained(node, self.train) for node in self.tree.answered]
@@ -487,8 +487,8 @@ class AgentDriver(Driver):
         if not request.tree.answered:
             request.main.at = where
             raise UserError("it ended without a call of the model: does it use the gateway's base URL and key?")
-        for begun in request.begun:
-            begun.session.outcome = request.outcome
+        for created in request.created:
+            created.session.outcome = request.outcome
         if rollout.tools_done:
             finish = FinishReason.ENV_DONE
         return rollout.refused or finish
@@ -497,7 +497,7 @@ class AgentDriver(Driver):
         """Let the agent do its task. What it came to is released later, also where it ended by a cancellation."""
         found = await self._agent.solve(request.task, client)
         request.outcome = outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
-        request.held.append((f"agent {self._agent.name}", lambda: self._agent.release(outcome)))
+        request.cleanups.append((f"agent {self._agent.name}", lambda: self._agent.release(outcome)))
 
     def _client(self, request: AgentRequest, rollout: Rollout, opening: tuple[Message, ...], key: str) -> AgentClient:
         url = self._gateway.sandbox_url if self.section.sandbox else self._gateway.url

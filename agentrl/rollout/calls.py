@@ -230,7 +230,7 @@ class Caller:
             conversation.at, error = request.broken
             raise error
         for answer in running:
-            if answer.broken is not None and not request.severed:
+            if answer.broken is not None and not request.aborted_in_tool:
                 conversation.at = Boundary.TOOL, f"{answer.name}.execute"
                 raise answer.broken
             answer.late = answer.late and deadline == turn_deadline

@@ -56,10 +56,10 @@ class Driver:
         tools: Sequence[Tool],
         limits: RolloutSection,
         scorer: Scorer | None = None,
-        occasion: str = "",
+        label: str = "",
     ) -> None:
         """Build a driver. tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward
-        functions. occasion: what its requests are for, such as `step_3`; their ids begin with it."""
+        functions. label: what its requests are for, such as `step_3`; their ids begin with it."""
         self._engine = engine
         self._chat = chat
         self._environment = environment
@@ -73,7 +73,7 @@ class Driver:
         self._blind = isinstance(chat, Seeing) and self._seeing is None
         self._shows = takes_images(engine, chat)
         self._caller = Caller(chat, limits, self._make_converse, images=self._seeing is not None)
-        self._prefix = f"{occasion}/" if occasion else ""
+        self._prefix = f"{label}/" if label else ""
         self._count = 0
 
     @property
@@ -137,13 +137,13 @@ class Driver:
         finally:
             timer.close()
             self._forget(request)
-            if not (resumable and request.state is RequestState.ABORTED and not request.severed):
+            if not (resumable and request.state is RequestState.ABORTED and not request.aborted_in_tool):
                 await self._release(request)
             request.seconds["total"] += time.monotonic() - started
         return self._freeze(request)
 
     def _check_drivable(self, request: AsyncRolloutRequest) -> None:
-        if request.state is RequestState.PENDING or (request.state is RequestState.ABORTED and request.begun):
+        if request.state is RequestState.PENDING or (request.state is RequestState.ABORTED and request.created):
             return
         raise TransitionError(f"{request.id} is {request.state}, and its sessions are released: it cannot be driven")
 
@@ -175,8 +175,8 @@ class Driver:
             await hooks.create_all(request, self._environment, timer, self.checked)
             request.waited("hooks", started)
             self._open(request)
-        for begun in request.begun:
-            begun.session.deadline = request.main.deadline
+        for created in request.created:
+            created.session.deadline = request.main.deadline
         request.move(RequestState.RUNNING)
         finish = await self._converse(request, timer)
         if finish is FinishReason.ABORTED:
@@ -254,7 +254,7 @@ class Driver:
     def _within_total(self, request: AsyncRolloutRequest, room: int) -> int:
         """`room`, or what is left of the tokens of all conversations together where that is less."""
         total = self._limits.max_total_tokens
-        return room if total is None else min(room, total - request.total_tokens - request.promised)
+        return room if total is None else min(room, total - request.total_tokens - request.reserved)
 
     async def _turn(
         self, request: AsyncRolloutRequest, conversation: Conversation, timer: DeadlineTimer
@@ -301,7 +301,7 @@ class Driver:
         """Write down what follows a turn, the request for a summary where one is due. Why the conversation is over, or
         None."""
         conversation.at = _CHAT
-        if request.turns_begun >= self._limits.max_turns or 0 < conversation.max_turns <= conversation.turns_taken:
+        if request.turns_started >= self._limits.max_turns or 0 < conversation.max_turns <= conversation.turns_taken:
             return FinishReason.MAX_TURNS
         room = self._room(request, conversation)
         said, added = self._fitted(turn_ids, replies, room)
@@ -343,7 +343,7 @@ class Driver:
             or request.summaries >= section.most
         ):
             return False
-        left = self._limits.max_turns - request.turns_begun
+        left = self._limits.max_turns - request.turns_started
         return min(left, conversation.max_turns - conversation.turns_taken if conversation.max_turns else left) >= 2
 
     def _go_on_from(
@@ -358,7 +358,7 @@ class Driver:
         if not 0 < len(ids) < self._within_total(request, self._most(conversation)):
             request.summaries_failed += 1
             return FinishReason.LENGTH
-        if request.turns_begun >= self._limits.max_turns:  # other conversations have used up what was left
+        if request.turns_started >= self._limits.max_turns:  # other conversations have used up what was left
             return FinishReason.MAX_TURNS
         past = conversation.begin_anew(request.branch_name())
         request.branches.append(past)
@@ -378,7 +378,7 @@ class Driver:
             stop_ids=self._chat.stop_ids, seed=nth(conversation.seed, len(conversation.versions)),
         )  # fmt: skip
         conversation.at = _ENGINE
-        request.promised += room
+        request.reserved += room
         try:
             prompt: Sequence[int] = conversation.ids
             if conversation.images:
@@ -388,7 +388,7 @@ class Driver:
         except DeadlineExceededError:
             return None
         finally:
-            request.promised -= room
+            request.reserved -= room
         if len(generation.ids) > room:
             raise EngineError(f"{len(generation.ids)} ids came where at most {room} were asked for")
         conversation.add_sampled(generation)
@@ -424,7 +424,7 @@ class Driver:
         if conversation.is_main:
             request.waited("tools", started)
         conversation.messages.extend(answers.messages)
-        if request.severed:
+        if request.aborted_in_tool:
             return answers.messages, FinishReason.ABORTED
         if answers.done:
             return answers.messages, FinishReason.ENV_DONE
@@ -511,7 +511,7 @@ class Driver:
             timer.close()
             self._forget_id(request, conversation.name)
         if finish is FinishReason.ABORTED:
-            request.severed = True
+            request.aborted_in_tool = True
             raise InfrastructureError("the conversation was aborted")
         return finish
 
@@ -592,7 +592,7 @@ class _Converse:
             raise InfrastructureError("the call is over in which conversations may be held")
         if unknown := [name for name in tools if name not in request.main.tools]:
             raise UserError(f"the task has no tool {unknown[0]!r}{nearest(unknown[0], request.main.tools)}")
-        if request.turns_begun >= most:
+        if request.turns_started >= most:
             raise ArgumentError(f"no turn is left of {most} (rollout.max_turns)")
         said = await self._driver.checked(messages)
         self._held += 1

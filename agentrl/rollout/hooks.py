@@ -17,7 +17,7 @@ from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, ToolKwargs
 from agentrl.rollout.conversation import nth
-from agentrl.rollout.request import AsyncRolloutRequest, Begun
+from agentrl.rollout.request import AsyncRolloutRequest, Created
 from agentrl.trajectory import STEP, Boundary
 
 RELEASE_SECONDS = 10.0
@@ -44,7 +44,7 @@ async def create_all(
     """Create the environment, whose messages open the conversation, then the tools that the task offers. checked: in
     place of `checked_messages`."""
     task = request.task
-    session = _begin(request, environment, {}, {})
+    session = _created(request, environment, {}, {})
     request.main.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
     opening = await timer.wait(environment.create(session, **task.create_kwargs), request.main.deadline)
     what = "opening messages"
@@ -53,7 +53,7 @@ async def create_all(
         raise PluginError("it returned no opening messages")
     for name, tool in request.main.tools.items():
         kwargs = task.tools_kwargs.get(name, _NO_KWARGS)
-        session = _begin(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
+        session = _created(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
         request.main.at = Boundary.TOOL, f"{name}.create"
         await timer.wait(tool.create(session, **kwargs.create_kwargs), request.main.deadline)
 
@@ -73,18 +73,18 @@ def checked_messages(given: object, what: str = "messages") -> "list[Message]":
     return messages
 
 
-def _begin(
+def _created(
     request: AsyncRolloutRequest,
     plugin: Environment | Tool,
     reward: Mapping[str, object],
     release: Mapping[str, object],
 ) -> Session:
-    rng = random.Random(nth(request.seed, _PLUGIN_SEEDS + len(request.begun)))
-    environment = request.begun[0].session if request.begun else None
+    rng = random.Random(nth(request.seed, _PLUGIN_SEEDS + len(request.created)))
+    environment = request.created[0].session if request.created else None
     session = Session(
         request.id, request.task, rng, request.main.deadline, request.main.messages, environment=environment
     )
-    request.begun.append(Begun(plugin, session, reward, release))
+    request.created.append(Created(plugin, session, reward, release))
     return session
 
 
@@ -92,19 +92,19 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
     """Every plugin's reward by name, each hook within `seconds`. A plain number goes under the plugin's name,
     parts of one name add up, and the turns' step rewards are `step`. Raises for a value that is no finite number."""
     rewards: dict[str, float] = {}
-    for begun in request.begun:
-        name = begun.plugin.name
+    for created in request.created:
+        name = created.plugin.name
         request.main.at = Boundary.REWARD, f"{name}.calc_reward"
-        work = begun.plugin.calc_reward(begun.session, **begun.calc_reward_kwargs)
+        work = created.plugin.calc_reward(created.session, **created.calc_reward_kwargs)
         value = await timer.wait(work, time.monotonic() + seconds)
-        if value is None and isinstance(begun.plugin, Tool):
+        if value is None and isinstance(created.plugin, Tool):
             continue
-        declared = declared_parts(begun.plugin)
+        declared = declared_parts(created.plugin)
         parts = value.items() if isinstance(value, Mapping) else ((name, value),)
         for part, number in parts:
             if not isinstance(part, str):
                 raise PluginError(f"a reward's name is {type(part).__name__}, not text")
-            if part == SEATS and isinstance(number, Mapping) and begun.plugin is request.begun[0].plugin:
+            if part == SEATS and isinstance(number, Mapping) and created.plugin is request.created[0].plugin:
                 request.seats = _seats(number)
                 continue
             if declared is not None and part not in declared:
@@ -143,14 +143,14 @@ def check_sum(rewards: Mapping[str, float], weights: Mapping[str, float]) -> Non
 
 
 async def release_all(request: AsyncRolloutRequest) -> None:
-    """Release what was begun, last first, then what is held, each plugin exactly once. It goes on when its caller is
-    cancelled, whose cancellation is raised again afterwards. A release that fails is logged and kept in
+    """Release what was created, last first, then make the other clean-ups, each exactly once. It goes on when its
+    caller is cancelled, whose cancellation is raised again afterwards. A release that fails is logged and kept in
     `extra["release_errors"]`; one that even ignores its cancellation is left behind."""
-    if not request.begun:
+    if not request.created:
         return
-    begun, request.begun = request.begun, []
-    task = asyncio.create_task(_release(request, begun))
-    end = time.monotonic() + (RELEASE_SECONDS + 2 * GRACE) * (len(begun) + len(request.held))
+    created, request.created = request.created, []
+    task = asyncio.create_task(_release(request, created))
+    end = time.monotonic() + (RELEASE_SECONDS + 2 * GRACE) * (len(created) + len(request.cleanups))
     cancelled: asyncio.CancelledError | None = None
     while not task.done() and (left := end - time.monotonic()) > 0:
         try:
@@ -164,10 +164,10 @@ async def release_all(request: AsyncRolloutRequest) -> None:
         raise cancelled
 
 
-async def _release(request: AsyncRolloutRequest, begun: list[Begun]) -> None:
+async def _release(request: AsyncRolloutRequest, created: list[Created]) -> None:
     timer = DeadlineTimer(OwnedTask())
     try:
-        for name, release in [*((one.plugin.name, one.release) for one in reversed(begun)), *request.held]:
+        for name, release in [*((one.plugin.name, one.release) for one in reversed(created)), *request.cleanups]:
             try:
                 await timer.wait(release(), time.monotonic() + RELEASE_SECONDS)
             except DeadlineExceededError:

@@ -202,17 +202,17 @@ class Player:
         on_sample: Callable[[int, Trajectory], None] | None = None,
         on_group: Callable[[Group], None] | None = None,
         after: After | None = None,
-        occasion: str = "",
+        label: str = "",
     ) -> list[Group]:
-        """`n` samples of every task, groups in the order of `tasks`. limits, occasion: as of `driver`. only,
+        """`n` samples of every task, groups in the order of `tasks`. limits, label: as of `driver`. only,
         on_sample, on_group, after: as of `roll_out`."""
-        driver = self.driver(occasion, limits)
+        driver = self.driver(label, limits)
         return await roll_out(
             driver, tasks, n, seed=seed, only=only, on_sample=on_sample, on_group=on_group, after=after
         )
 
-    def driver(self, occasion: str = "", limits: Mapping[str, Json] | None = None) -> Driver:
-        """What drives requests. occasion: see `Driver`; sessions of a run have ids of their own when no two
+    def driver(self, label: str = "", limits: Mapping[str, Json] | None = None) -> Driver:
+        """What drives requests. label: see `Driver`; sessions of a run have ids of their own when no two
         drivers of it have the same. limits: keys of the recipe's section `rollout` that have another value."""
         section = self.recipe.rollout.model_copy(update=dict(limits or {}))
         options: dict[str, Any] = {
@@ -222,7 +222,7 @@ class Player:
             "tools": self.toolbox.tools,
             "limits": section,
             "scorer": Scorer(self.rewards, section.turn_timeout),
-            "occasion": occasion,
+            "label": label,
         }
         if self.agent is None or self.gateway is None or self.recipe.agent is None:
             return Driver(**options)

@@ -76,7 +76,7 @@ class Opening:
 
 
 @dataclass(slots=True)
-class Begun:
+class Created:
     """A plugin whose `create` was called for this request, and so whose `release` must be."""
 
     plugin: Environment | Tool
@@ -113,10 +113,10 @@ class AsyncRolloutRequest:
     """The task that it is driven in."""
     state: RequestState = RequestState.PENDING
     """Changed by `move` and `end` alone."""
-    begun: list[Begun] = field(default_factory=list)
+    created: list[Created] = field(default_factory=list)
     """Plugins to be released, in the order in which they were created."""
-    held: list[tuple[str, Callable[[], Awaitable[None]]]] = field(default_factory=list)
-    """What is released after them: whose, and how."""
+    cleanups: list[tuple[str, Callable[[], Awaitable[None]]]] = field(default_factory=list)
+    """What is cleaned up after them: by name, and how."""
     tool_uses: list[ToolUse] = field(default_factory=list)
     """One entry for each call so far."""
     tool_calls: int = 0
@@ -139,11 +139,11 @@ class AsyncRolloutRequest:
     """Further facts for `Trajectory.extra`."""
     segments: list[Segment] = field(default_factory=list)
     """The tree of a rollout that an agent held; empty for one conversation."""
-    told: list[tuple[Message, ...]] = field(default_factory=list)
+    segment_messages: list[tuple[Message, ...]] = field(default_factory=list)
     """The messages that each of `segments` adds to its parent's conversation."""
-    turns_begun: int = 0
+    turns_started: int = 0
     """Turns of all of its conversations, those that are sampled now and those that came to nothing included."""
-    promised: int = 0
+    reserved: int = 0
     """Tokens that turns may still add which are sampled now."""
     broken: tuple[tuple[Boundary, str], Exception] | None = None
     """What failed in a conversation of a tool, and where, where the machinery did."""
@@ -151,7 +151,7 @@ class AsyncRolloutRequest:
     """Summaries that were asked for, and written."""
     summaries_failed: int = 0
     """Those of them from which it could not be gone on."""
-    severed: bool = False
+    aborted_in_tool: bool = False
     """Whether it was aborted within a call of a tool, and so cannot be driven on."""
 
     def __post_init__(self) -> None:
@@ -175,9 +175,9 @@ class AsyncRolloutRequest:
 
     def session_of(self, plugin: Environment | Tool) -> Session:
         """The session of a plugin that was created."""
-        for begun in self.begun:
-            if begun.plugin is plugin:
-                return begun.session
+        for created in self.created:
+            if created.plugin is plugin:
+                return created.session
         raise KeyError(plugin.name)
 
     def branch_name(self) -> str:
@@ -231,8 +231,8 @@ class AsyncRolloutRequest:
     def begin_turn(self, conversation: Conversation) -> None:
         """Note that a turn of `conversation` begins, or goes on."""
         if conversation.order < 0:
-            conversation.order = self.turns_begun
-            self.turns_begun += 1
+            conversation.order = self.turns_started
+            self.turns_started += 1
 
     def trajectory(self, weights: Mapping[str, float] = _UNWEIGHTED) -> Trajectory:
         """What it leaves behind, as arrays of its own: the request may be driven on afterwards. weights: of
@@ -250,7 +250,8 @@ class AsyncRolloutRequest:
             turns=tuple(tree.turns), messages=tuple(self.main.messages), rewards=dict(self.rewards),
             finish=self.finish or FinishReason.ERROR, weights=weights, tool_uses=tuple(tree.tool_uses),
             failure=self.failure, seconds=dict(self.seconds), spans=tuple(self.spans), tools=tuple(self.main.tools),
-            extra=extra, segments=tuple(tree.segments), branches=tuple(tree.told), leaf=tree.leaf, seed=self.seed,
+            extra=extra, segments=tuple(tree.segments), branches=tuple(tree.segment_messages), leaf=tree.leaf,
+            seed=self.seed,
             experts=None if self.branches else _of_all(self.main.experts, len(tree.ids)),
             images=tuple(tree.images), seats=dict(self.seats) if self.failure is None else {},
             allowed=None if self.branches else _allowed(self.main),
@@ -287,7 +288,7 @@ class _Flat:
     turns: list[Turn]
     tool_uses: list[ToolUse]
     segments: list[Segment]
-    told: list[tuple[Message, ...]]
+    segment_messages: list[tuple[Message, ...]]
     depths: tuple[int, ...] = ()
     leaf: int = -1
     images: Sequence[ImageSpan] = ()
@@ -300,7 +301,13 @@ def _one(request: AsyncRolloutRequest) -> _Flat:
         turns.append(Turn(main.open_turn, len(main.ids), state=main.state_key))
     columns = _columns(main, turns)
     return _Flat(
-        *columns, main.prompt_length, turns, request.tool_uses, request.segments, request.told, images=main.images
+        *columns,
+        main.prompt_length,
+        turns,
+        request.tool_uses,
+        request.segments,
+        request.segment_messages,
+        images=main.images,
     )
 
 
@@ -336,12 +343,12 @@ def _pieces(index: int, conversation: Conversation) -> Iterator[_Piece]:
     orders = [*conversation.orders, conversation.order][: len(turns)]
     starts = [0, *(turn.end for turn in turns[:-1])]
     ends = [*(turn.end for turn in turns[:-1]), len(conversation.ids)]
-    told = _told(conversation, len(turns))
-    for order, start, end, turn, messages in zip(orders, starts, ends, turns, told, strict=True):
+    messages_of = _messages_by_turn(conversation, len(turns))
+    for order, start, end, turn, messages in zip(orders, starts, ends, turns, messages_of, strict=True):
         yield _Piece(order, index, start, end, turn, messages)
 
 
-def _told(conversation: Conversation, turns: int) -> list[tuple[Message, ...]]:
+def _messages_by_turn(conversation: Conversation, turns: int) -> list[tuple[Message, ...]]:
     """The messages of each turn with those before it; what follows the last turn goes with that."""
     first = len(conversation.opening_messages)
     said = [i + 1 for i, message in enumerate(conversation.messages) if i >= first and message["role"] == "assistant"]
@@ -358,7 +365,7 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
     pieces.sort(key=lambda piece: piece.order)
     columns = [_columns(conversation, conversation.own_turns) for conversation in conversations]
     segments: list[Segment] = []
-    told: list[tuple[Message, ...]] = []
+    segment_messages: list[tuple[Message, ...]] = []
     depths: list[int] = []
     last: dict[int, int] = {}  # the segment in which each conversation ends so far
     turns: list[Turn] = []
@@ -368,10 +375,10 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
         end = at + piece.end - piece.start
         if before is not None and before.conversation == piece.conversation:
             segments[-1] = replace(segments[-1], end=end)
-            told[-1] += piece.messages
+            segment_messages[-1] += piece.messages
         else:
             segments.append(Segment(at, end, last.get(piece.conversation, -1)))
-            told.append(piece.messages)
+            segment_messages.append(piece.messages)
             depths.append(conversations[piece.conversation].depth)
         last[piece.conversation] = len(segments) - 1
         images += (
@@ -389,4 +396,4 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
     uses = [replace(use, turn=rank.get(use.turn, use.turn)) for use in request.tool_uses]
     opening = conversations[pieces[0].conversation].prompt_length
     leaf = last.get(len(conversations) - 1, -1)
-    return _Flat(ids, logprobs, version, opening, turns, uses, segments, told, tuple(depths), leaf, images)
+    return _Flat(ids, logprobs, version, opening, turns, uses, segments, segment_messages, tuple(depths), leaf, images)

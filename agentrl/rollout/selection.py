@@ -41,14 +41,14 @@ class GroupFilter:
         that it does not end."""
         if self._threads is None:
             return varied(group)
-        whose = f"{WHERE} {self.name!r}"
+        owner = f"{WHERE} {self.name!r}"
         try:
             async with timeout(self._seconds):
-                found = await self._threads.call(call_plugin, whose, self._function, group)
+                found = await self._threads.call(call_plugin, owner, self._function, group)
         except TimeoutError:
-            raise UserError(f"{whose} does not end within {self._seconds:g} s") from None
+            raise UserError(f"{owner} does not end within {self._seconds:g} s") from None
         if not isinstance(found, bool) and type(found).__name__ not in ("bool", "bool_"):  # numpy's
-            raise UserError(f"{whose} gave {found!r:.60}, not true or false")
+            raise UserError(f"{owner} gave {found!r:.60}, not true or false")
         return bool(found)
 
 
@@ -98,7 +98,7 @@ class Selection:
     surplus: list[Group] = field(default_factory=list)
     """Groups that ended together with the last one that was needed; they are abandoned as well."""
     _waiting: list[int] = field(default_factory=list)  # that were drawn, and begin once their images are seen
-    _promised: int = 0  # groups that will begin once tasks for them are found
+    _reserved: int = 0  # groups that will begin once tasks for them are found
 
     async def first(self) -> list[Task]:
         """The tasks to begin with."""
@@ -112,7 +112,7 @@ class Selection:
             return None
         self.whole[place] = group, keep
         if self.missing > 0:
-            begun = len(self.drawn) + self._promised
+            begun = len(self.drawn) + self._reserved
             alive = begun - sum(not kept for _, kept in self.whole.values())
             more = await self._more(min(self.at_once - alive, self.most - begun))
             if self.missing > 0:
@@ -122,14 +122,14 @@ class Selection:
     async def _more(self, count: int) -> list[Task]:
         """`count` tasks, which begin now; none where enough groups are kept by the time they are found."""
         found: list[tuple[int, Task]] = []
-        self._promised += max(0, count)
+        self._reserved += max(0, count)
         try:
             while len(found) < count:
                 new = [self.draw() for _ in range(count - len(found))]
                 self._waiting += [index for index, _ in new]
                 found += [one for one, can in zip(new, await self._shown(new), strict=True) if can]
         finally:
-            self._promised -= max(0, count)
+            self._reserved -= max(0, count)
         if self.missing == 0:
             return []
         for index, _ in found:

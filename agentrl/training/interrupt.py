@@ -55,18 +55,18 @@ class Interrupts(Ending):
         self._left = False  # the process ends in another thread
         self._runner = self._new_runner()
         self._task: asyncio.Task[Any] | None = None
-        self._former: dict[int, Any] = {}
+        self._previous: dict[int, Any] = {}
         self._last_resort: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupts":
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._former[number] = signal.signal(number, self._on_signal)
+                    self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._former.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._last_resort is not None:
             self._last_resort.cancel()

@@ -124,13 +124,13 @@ class SerialRollouts(Rollouts):
     def next(self, step: int) -> StepGroups:
         start = perf_counter()
         limits, seed = self._recipe.rollout, (self._recipe.train.seed, step)
-        occasion, told = f"step_{step}", self._on_group
+        label, told = f"step_{step}", self._on_group
         ahead, most = at_once(self._recipe), most_groups(self._recipe)
         chosen = Selection(self._draw, self._filter, limits.tasks, ahead, most, self._showable)
 
         async def play() -> None:
             tasks, after = await chosen.first(), chosen.after
-            await self._player.play(tasks, limits.n, seed=seed, occasion=occasion, on_group=told, after=after)
+            await self._player.play(tasks, limits.n, seed=seed, label=label, on_group=told, after=after)
 
         self._interrupts.run(play)
         self._outstanding = [*chosen.abandoned, *self._outstanding]
@@ -226,7 +226,7 @@ class OverlappedRollouts(Rollouts):
         staleness = None if self._in_order else limits.max_staleness
         plan = Plan(limits.n, limits.tasks, train.steps, train.seed, staleness, most_groups(self._recipe))
         return Stream(
-            self._player.driver(occasion=f"after_{step}"),
+            self._player.driver(label=f"after_{step}"),
             self._tasks,
             lambda: self._sampler.draw(1)[0],
             plan,

@@ -180,7 +180,7 @@ def _prepare(
         else:
             stack.callback(FolderLock(resumed.path).release)
             saved = last_checkpoint(recipe, resumed, restarted)
-            stored = _former_files(saved, stored)
+            stored = _previous_files(saved, stored)
         files = training_files(stored)
         mirror = open_mirror(recipe.train.mirror, resumed is not None)
         checked = check_run(recipe)
@@ -206,12 +206,12 @@ def last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Save
     return saved
 
 
-def _former_files(saved: Saved | None, stored: Sequence[str]) -> Sequence[str]:
+def _previous_files(saved: Saved | None, stored: Sequence[str]) -> Sequence[str]:
     """What a resumed run trains on. Raises UserError: it samples, and is asked to train on `stored`."""
-    former = stored_of(saved) if saved is not None else []
-    if saved is not None and stored and not former:
+    previous = stored_of(saved) if saved is not None else []
+    if saved is not None and stored and not previous:
         raise UserError("--from: the run that is resumed samples its rollouts; start a new run to train on stored ones")
-    return stored or former
+    return stored or previous
 
 
 def told_of_stored(stored: Sequence[str], files: Sequence[Path], recipe: Recipe) -> list[str]:
@@ -223,37 +223,39 @@ def told_of_stored(stored: Sequence[str], files: Sequence[Path], recipe: Recipe)
     few = f"; the learning rates are those of train.steps {most}" if steps < most else ""
     lines = [f"trains on {min(steps, most)} of {steps} stored steps{few}"]
     for folder in (Path(name) for name in stored if Path(name, RECIPE).is_file()):
-        former = load_recipe(str(RunFolder(folder).recipe()))
-        check_tokenizer(folder, former, recipe)
-        if former.rewards != recipe.rewards:
+        previous = load_recipe(str(RunFolder(folder).recipe()))
+        check_tokenizer(folder, previous, recipe)
+        if previous.rewards != recipe.rewards:
             lines.append(f"rewards are those stored in {folder}: agentrl rescore computes them by another recipe")
-        if why := _unlike(folder, former, recipe, files):
+        if why := _unlike(folder, previous, recipe, files):
             lines.append(f"not the updates of {folder} to the bit: {'; '.join(why)}")
     return lines
 
 
-def _unlike(folder: Path, former: Recipe, recipe: Recipe, files: Sequence[Path]) -> list[str]:
+def _unlike(folder: Path, previous: Recipe, recipe: Recipe, files: Sequence[Path]) -> list[str]:
     """What keeps the updates of the run in `folder` from being repeated to the bit."""
     why = []
     if line := changes(RunFolder(folder).recipe(), recipe, _TRAINED):
         why.append(line)
     if list(folder.glob("recipe.resumed_*.yaml")):
         why.append("it was resumed with other recipes")
-    policy = former.track.trajectories
+    policy = previous.track.trajectories
     whole = [f"step_{step}.parquet" for step in range(1, len(files) + 1)]
-    if [path.name for path in files] != whole or 0 < policy.sample < former.rollout.tasks:
+    if [path.name for path in files] != whole or 0 < policy.sample < previous.rollout.tasks:
         why.append("not all of its steps are stored whole (track.trajectories)")
-    if former.cluster.used:
+    if previous.cluster.used:
         why.append("several workers trained")
     return why
 
 
-def check_tokenizer(folder: Path, former: Recipe, recipe: Recipe) -> None:
-    """Raises UserError: rollouts in `folder`, of the recipe `former`, have no token ids, or another tokenizer's."""
-    if engine_class(former.engine.name).brings_chat:
-        raise UserError(f"{folder}: its engine {former.engine.name!r} gives no token ids to train on")
-    if not same_tokenizer(former, recipe):
-        raise UserError(f"{folder}: sampled with the tokenizer of {former.model.path}: {recipe.model.path} has another")
+def check_tokenizer(folder: Path, previous: Recipe, recipe: Recipe) -> None:
+    """Raises UserError: rollouts in `folder`, of the recipe `previous`, have no token ids, or another tokenizer's."""
+    if engine_class(previous.engine.name).brings_chat:
+        raise UserError(f"{folder}: its engine {previous.engine.name!r} gives no token ids to train on")
+    if not same_tokenizer(previous, recipe):
+        raise UserError(
+            f"{folder}: sampled with the tokenizer of {previous.model.path}: {recipe.model.path} has another"
+        )
 
 
 def same_tokenizer(one: Recipe, other: Recipe) -> bool:
@@ -406,27 +408,27 @@ def _best_checkpoint(best: Saved, start: Accuracy | None) -> str:
     return f"No checkpoint is better than the start ({start.value:.1%}); the best is that of step {best.step} ({rated})"
 
 
-def changes(former: Path, recipe: Recipe, sections: tuple[str, ...] = ()) -> str | None:
-    """One line with the keys in which `recipe` differs from the recipe at `former`, and both values.
+def changes(previous: Path, recipe: Recipe, sections: tuple[str, ...] = ()) -> str | None:
+    """One line with the keys in which `recipe` differs from the recipe at `previous`, and both values.
 
     None if they are equal. The values of `${VAR}` are compared but not shown. sections: keys that matter; empty: all.
     """
     try:
-        before = load_recipe(former)
+        before = load_recipe(previous)
     except UserError as error:
         return f"what changed since the run began is not known: {error}"
     keys = [key for key in differing(before, recipe) if not sections or _below(key, sections)]
     return f"changed since the run began: {_describe_changes(keys, before, recipe)}" if keys else None
 
 
-def check_same_run(former: Path, recipe: Recipe, fixed: tuple[str, ...] = FIXED) -> None:
-    """Check that `recipe` trains the same as the run whose recipe is at `former`. fixed: the keys that say so.
+def check_same_run(previous: Path, recipe: Recipe, fixed: tuple[str, ...] = FIXED) -> None:
+    """Check that `recipe` trains the same as the run whose recipe is at `previous`. fixed: the keys that say so.
 
     Raises UserError if it does not, or if that recipe cannot be read.
     """
     force = "start a new run with it, or go on all the same with --force"
     try:
-        before = load_recipe(former)
+        before = load_recipe(previous)
     except UserError as error:
         raise UserError(f"--resume: the run's own recipe cannot be compared: {error}; {force}") from error
     if keys := [key for key in differing(before, recipe) if _below(key, fixed) and not _below(key, FREE)]:

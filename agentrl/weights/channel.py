@@ -69,13 +69,13 @@ class WeightChannel:
         servers: Sequence[WeightServer],
         transport: Transport,
         check_every: int = CHECK_EVERY,
-        former: "WeightChannel | None" = None,
+        previous: "WeightChannel | None" = None,
     ) -> None:
         self.servers, self.transport, self._check_every = list(servers), transport, check_every
         self._updates = 0
         self.versions: dict[str, int | None] = {server.url: None for server in servers}
-        self._released: dict[str, tuple[str, ...]] = {} if former is None else former._released
-        self._names: dict[str, str] = {} if former is None else former._names  # what servers that sleep call theirs
+        self._released: dict[str, tuple[str, ...]] = {} if previous is None else previous._released
+        self._names: dict[str, str] = {} if previous is None else previous._names  # what servers that sleep call theirs
         self._busy = asyncio.Lock()
 
     async def publish(
@@ -207,7 +207,7 @@ async def open_channel(
     kind: str = "sglang",
     timeout: float = 600.0,
     check_every: int = CHECK_EVERY,
-    former: WeightChannel | None = None,
+    previous: WeightChannel | None = None,
     say: Callable[[str], None] = print,
 ) -> WeightChannel:
     """Open a channel to the servers at `urls`, which must answer already.
@@ -215,7 +215,7 @@ async def open_channel(
     kind: of the servers, one of SERVERS. transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on
     other machines must see it by the same path. timeout: seconds that one call of an update may take. check_every: the
     first update is verified, and then one in so many (0: none). say: called with a line that names the transport and
-    why. former: the channel before this one: servers that it sent to sleep are woken by this one.
+    why. previous: the channel before this one: servers that it sent to sleep are woken by this one.
     Raises UserError for an unknown transport, WeightUpdateError for a server that does not answer.
     """
     if transport not in TRANSPORTS:
@@ -225,7 +225,7 @@ async def open_channel(
         await server.facts()
     chosen, how = await _by_server(kind, servers, transport, folder)
     say(f"weights: {how}")
-    return WeightChannel(servers, chosen, check_every, former)
+    return WeightChannel(servers, chosen, check_every, previous)
 
 
 async def _by_server(kind: str, servers: Sequence[WeightServer], transport: str, folder: Path) -> tuple[Transport, str]:

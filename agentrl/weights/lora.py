@@ -50,17 +50,17 @@ class Adapter:
 
 class LoraChannel:
     """folder: makes the folder where adapters are written until servers of this machine have read them. `names`: URL ->
-    the newest adapter that a server holds whole; requests name no other. former: the channel before this one, whose
+    the newest adapter that a server holds whole; requests name no other. previous: the channel before this one, whose
     records it continues, also for servers that it does not have."""
 
     def __init__(
-        self, servers: Sequence[WeightServer], folder: Callable[[], Path], former: "LoraChannel | None" = None
+        self, servers: Sequence[WeightServer], folder: Callable[[], Path], previous: "LoraChannel | None" = None
     ) -> None:
         self.servers, self._folder = list(servers), folder
-        self.names: dict[str, str] = {} if former is None else former.names
-        self._held: dict[str, list[str]] = {} if former is None else former._held
-        self._same_host: dict[str, bool] = {} if former is None else former._same_host
-        self._read_again: dict[str, tuple[Path, set[str]]] = {} if former is None else former._read_again
+        self.names: dict[str, str] = {} if previous is None else previous.names
+        self._held: dict[str, list[str]] = {} if previous is None else previous._held
+        self._same_host: dict[str, bool] = {} if previous is None else previous._same_host
+        self._read_again: dict[str, tuple[Path, set[str]]] = {} if previous is None else previous._read_again
         self._busy = asyncio.Lock()
 
     async def publish(self, adapter: Adapter, keep: Mapping[str, Collection[str]] | None = None) -> Published:

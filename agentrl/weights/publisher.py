@@ -131,7 +131,7 @@ class Sender:
         servers = [SERVERS[self._kind](url, self._session()) for url in request.urls]
         if self._lora is None:
             self._say("weights: the adapter alone, without a pause")
-        self._lora = LoraChannel(servers, self._scratch, former=self._lora)
+        self._lora = LoraChannel(servers, self._scratch, previous=self._lora)
         done = await self._lora.publish(adapter, request.keep)
         failed = done.failed | (await self.wake() if not request.again else {})
         names = {url: name for url in request.urls if (name := self._lora.names.get(url)) is not None}
@@ -149,18 +149,18 @@ class Sender:
         """The channel to these servers in this event loop."""
         key = (asyncio.get_running_loop(), tuple(urls))
         if key != self._channel_key or self._channel is None:
-            former = self._channel
+            previous = self._channel
             await self.close()
             say: Callable[[str], None] = self._say if self._lora is None else lambda line: None
-            self._channel, self._channel_key = await self._open(urls, say, former), key
+            self._channel, self._channel_key = await self._open(urls, say, previous), key
         return self._channel
 
     async def _open(
-        self, urls: Sequence[str], say: Callable[[str], None], former: WeightChannel | None = None
+        self, urls: Sequence[str], say: Callable[[str], None], previous: WeightChannel | None = None
     ) -> WeightChannel:
         session, folder = self._session(), self._folder()
         return await open_channel(
-            urls, session, folder=folder, transport=self._transport, say=say, former=former, kind=self._kind
+            urls, session, folder=folder, transport=self._transport, say=say, previous=previous, kind=self._kind
         )
 
     def _folder(self) -> Path:

@@ -669,12 +669,21 @@ async def test_a_body_that_no_context_could_hold_is_refused_before_it_is_rendere
     assert bool(endpoint.refusals) == (name in ("characters", "bytes", "messages"))
 
 
-@pytest.mark.parametrize(("coding", "body", "status"), [
-    ("gzip", gzip.compress(talk(HELLO)), 200), ("deflate", zlib.compress(talk(HELLO)), 200),
-    ("identity", talk(HELLO), 200), ("gzip", b"no gzip", 400), ("gzip", gzip.compress(talk(HELLO))[:-12], 400),
-    ("deflate", b"\x00", 400), ("gzip", gzip.compress(b" " * 50_000_000), 413), ("br", talk(HELLO), 415),
-], ids=str)  # fmt: skip
-async def test_a_compressed_body_is_read_as_far_as_it_may_be_long(coding: str, body: bytes, status: int) -> None:
+COMPRESSED = {
+    "gzip": ("gzip", gzip.compress(talk(HELLO)), 200),
+    "deflate": ("deflate", zlib.compress(talk(HELLO)), 200),
+    "identity": ("identity", talk(HELLO), 200),
+    "no gzip": ("gzip", b"no gzip", 400),
+    "cut gzip": ("gzip", gzip.compress(talk(HELLO))[:-12], 400),
+    "no deflate": ("deflate", b"\x00", 400),
+    "bomb": ("gzip", gzip.compress(b" " * 50_000_000), 413),
+    "unknown": ("br", talk(HELLO), 415),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)  # gzip holds the time: an id of the bytes would differ by process
+async def test_a_compressed_body_is_read_as_far_as_it_may_be_long(name: str) -> None:
+    coding, body, status = COMPRESSED[name]
     headers = {"Content-Encoding": coding, "Content-Type": "application/json"}
     async with served(Scripted(TEXT)) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
         for path in ("chat/completions", "messages"):

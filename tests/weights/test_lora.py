@@ -71,7 +71,7 @@ async def test_what_requests_sample_from_stays_while_there_is_room(session, tmp_
         assert steps(server.adapters) == [1, 2, 3]
         await channel.publish(adapter(4), keep)
         assert steps(server.adapters) == [3, 4]  # dropping the first waited for its requests
-        again = LoraChannel([SglangServer(server.url, session)], lambda: tmp_path, former=channel)
+        again = LoraChannel([SglangServer(server.url, session)], lambda: tmp_path, previous=channel)
         await again.publish(adapter(5))
         assert steps(server.adapters) == [4, 5]
 

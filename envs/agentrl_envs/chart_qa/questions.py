@@ -88,10 +88,10 @@ def _extreme(chart: Chart, rng: Random) -> Question:
     series = rng.randrange(len(chart.series))
     choose, word = rng.choice(((max, "largest"), (min, "smallest")))
     marks = [(series, index) for index in range(len(chart.labels))]
-    whose = f" of {chart.series[series]}" if chart.kind == "lines" else ""
+    owner = f" of {chart.series[series]}" if chart.kind == "lines" else ""
     what = "month" if chart.kind == "lines" else "name"
     answer = chart.labels[choose(marks, key=chart.value)[1]]
-    return Question(f"Which {what} has the {word} number{whose}?", answer, ())
+    return Question(f"Which {what} has the {word} number{owner}?", answer, ())
 
 
 _ASKED: Mapping[Kind, Sequence[Callable[[Chart, Random], Question]]] = {

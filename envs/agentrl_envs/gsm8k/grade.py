@@ -241,8 +241,8 @@ def _signs_leave(before: str, after: str, sign: str | None) -> bool:
         if unit is None:
             return False
     return all(
-        unicodedata.category(one) not in ("No", "Nl") or former.isalpha()  # m², but not 5²
-        for former, one in zip(" " + rest, rest, strict=False)
+        unicodedata.category(one) not in ("No", "Nl") or previous.isalpha()  # m², but not 5²
+        for previous, one in zip(" " + rest, rest, strict=False)
     )
 
 

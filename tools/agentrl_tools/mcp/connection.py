@@ -247,9 +247,9 @@ class Pool:
 
     async def _open(self, slot: int) -> Connection:
         try:
-            former, self._slots[slot] = self._slots[slot], None
-            if former is not None:
-                await former.close()
+            previous, self._slots[slot] = self._slots[slot], None
+            if previous is not None:
+                await previous.close()
             for old in [c for c in self._retired if c.ended]:
                 self._retired.discard(old)
             async with asyncio.timeout(_RECONNECT_SECONDS):

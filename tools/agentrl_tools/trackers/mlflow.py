@@ -45,7 +45,7 @@ class MLflow(Tracker):
         experiment = found.experiment_id if found else self._client.create_experiment(self._project)
         given = repr((self._uri, self._project, self._name)).encode()
         named = folder / "mlflow" / hashlib.sha256(given).hexdigest()[:12]  # stays with the run's folder
-        run = self._former(named, experiment)
+        run = self._previous(named, experiment)
         if run is None:
             run = self._client.create_run(experiment, run_name=self._name or folder.name, tags=self._tags)
             named.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ class MLflow(Tracker):
             self._client.log_batch(self._run, params=keys[begin : begin + _AT_ONCE])
         self._client.log_dict(self._run, dict(recipe), "recipe.yaml")
 
-    def _former(self, named: Path, experiment: str) -> Any:
+    def _previous(self, named: Path, experiment: str) -> Any:
         """The run whose id lies at `named`, going on; None where the server has no such run."""
         if not named.is_file():
             return None

@@ -17,6 +17,7 @@ from agentrl.recipe.schema import Recipe
 
 DOCS = ROOT / "docs"
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.relative_to(DOCS)}" for path in sorted(DOCS.rglob("*.md"))))
+INSIDE = tuple(page for page in PAGES if page == "docs/architecture.md" or page.startswith("docs/internals/"))
 REFERENCE = "docs/reference/recipe.md"
 ELSEWHERE = ("recipes/exchange_rate.yaml",)  # of the package that `agentrl new` writes
 NOT_RUN = ("gpu",)  # its commands need a GPU; their recipes are read all the same
@@ -88,12 +89,13 @@ def test_what_a_page_names_is_there(page: str) -> None:
             assert any((place / path).exists() for place in PLACES), path
 
 
-def test_every_name_that_the_architecture_page_gives_is_in_the_source() -> None:
+@pytest.mark.parametrize("page", INSIDE)
+def test_every_name_that_a_page_about_the_inside_gives_is_in_the_source(page: str) -> None:
     sources = {path: path.read_text(encoding="utf-8") for place in PLACES[1:] for path in place.rglob("*.py")}
     words = set(re.findall(r"\w+", " ".join(sources.values())))
     keys = set(re.findall(r"^\| `([\w.]+)` \|", read(REFERENCE), re.M))
     unknown = []
-    for name in set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)(?:\([^`]*\))?`", read("docs/architecture.md"))):
+    for name in set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)?)(?:\([^`]*\))?`", read(page))):
         first, _, second = name.partition(".")
         owners = [text for path, text in sources.items() if path.stem == first]
         if second == "py":

@@ -9,6 +9,7 @@ from agentrl.gateway.chat_completions import (
     count,
     encode,
     event,
+    flag,
     image_part,
     joined,
     mapping,
@@ -55,11 +56,11 @@ class AnthropicMessages:
             schema=schema_of(form, "output_config.format"),
             must_call=must_call(_chosen(choice), tools),
             max_tokens=count(body.get("max_tokens"), "max_tokens"),
-            stream=bool(body.get("stream")),
+            stream=flag(body.get("stream"), "stream"),
             stop=strings(body.get("stop_sequences"), "stop_sequences"),
             model=str(body.get("model", "")),
             asked={key: value for key, value in body.items() if key in ANTHROPIC_MESSAGES.asked and value is not None},
-            one_call=choice.get("disable_parallel_tool_use") is True,
+            one_call=flag(choice.get("disable_parallel_tool_use"), "tool_choice.disable_parallel_tool_use"),
             ignored=(*ignored, *strict_in(body)),
         )
 

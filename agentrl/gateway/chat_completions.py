@@ -41,14 +41,14 @@ class ChatCompletions:
             may_call=choice != "none",
             schema=schema_of(form, "response_format"),
             must_call=must_call(_chosen(choice) if isinstance(choice, dict) else choice, tools),
-            max_tokens=count(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
-            stream=bool(body.get("stream")),
-            usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+            max_tokens=count(_first(body, "max_completion_tokens", "max_tokens"), "max_tokens"),
+            stream=flag(body.get("stream"), "stream"),
+            usage_in_stream=usage_asked(body),
             stop=strings(body.get("stop"), "stop"),
-            logprobs=bool(body.get("logprobs")),
+            logprobs=flag(body.get("logprobs"), "logprobs"),
             model=str(body.get("model", "")),
             asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
-            one_call=body.get("parallel_tool_calls") is False,
+            one_call=not flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
             ignored=(*ignored, *strict_in(body)),
         )
 
@@ -346,6 +346,25 @@ def strings(value: Json, where: str) -> tuple[str, ...]:
         if not isinstance(one, str) or not 0 < len(one) <= STOP_CHARACTERS:
             raise GatewayError(f"{where}: expected texts of 1 to {STOP_CHARACTERS} characters")
     return tuple(dict.fromkeys(given))
+
+
+def flag(value: Json, where: str, default: bool = False) -> bool:
+    """True or false, `default` for null. Raises GatewayError: what is neither may have been meant as the other one."""
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise GatewayError(f"{where}: expected true or false, got {shown(value)}")
+    return value
+
+
+def usage_asked(body: Mapping[str, Json]) -> bool:
+    """Whether a stream ends with the token counts. Raises GatewayError."""
+    return flag(mapping(body.get("stream_options"), "stream_options").get("include_usage"), "stream_options")
+
+
+def _first(body: Mapping[str, Json], *names: str) -> Json:
+    """The first of these fields that asks for something."""
+    return next((body[name] for name in names if body.get(name) is not None), None)
 
 
 def count(value: Json, where: str) -> int | None:

@@ -11,6 +11,7 @@ from agentrl.gateway.chat_completions import (
     content_of,
     count,
     event,
+    flag,
     mapping,
     must_call,
     openai_error,
@@ -42,8 +43,8 @@ class Responses:
         tools, choice = tools_of(body, body.get("tool_choice"), _parts), body.get("tool_choice")
         form = mapping(mapping(body.get("text"), "text").get("format"), "text.format")
         messages: list[Message] = []
-        if isinstance(body.get("previous_response_id"), str):
-            messages += self._previous(body["previous_response_id"].removeprefix("resp_"))
+        if (previous := body.get("previous_response_id")) is not None:
+            messages += self._previous(text_of(previous, "previous_response_id").removeprefix("resp_"))
         if body.get("instructions"):
             messages = [m for m in messages if m["role"] != "system"]
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"], "instructions")})
@@ -54,10 +55,10 @@ class Responses:
             schema=schema_of(form, "text.format"),
             must_call=must_call(_chosen(choice) if isinstance(choice, dict) else choice, tools),
             max_tokens=count(body.get("max_output_tokens"), "max_output_tokens"),
-            stream=bool(body.get("stream")),
+            stream=flag(body.get("stream"), "stream"),
             model=str(body.get("model", "")),
             asked={key: value for key, value in body.items() if key in RESPONSES.asked and value is not None},
-            one_call=body.get("parallel_tool_calls") is False,
+            one_call=not flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
             ignored=(*ignored, *strict_in(body)),
         )
 

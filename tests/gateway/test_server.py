@@ -375,6 +375,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"stop_sequences": [3]}), ("messages", {"messages": [{"role": "system", "content": ""}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("messages", {"tool_choice": {"type": "tool", "name": "x"}}), ("messages/count_tokens", {"messages": "x"}),
+    ("chat/completions", {"stream": "false"}), ("chat/completions", {"parallel_tool_calls": 0}),
+    ("chat/completions", {"logprobs": 1}), ("chat/completions", {"stream_options": {"include_usage": "yes"}}),
+    ("responses", {"previous_response_id": 5}), ("responses", {"stream": 1}), ("completions", {"stream": "true"}),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}),
 ]  # fmt: skip
 
 
@@ -382,8 +386,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 async def test_what_cannot_be_served_is_refused_in_the_dialects_own_form(path: str, change: dict[str, Any]) -> None:
     endpoint = Scripted(TEXT)
     body = {"model": "any", "messages": [HELLO], "max_tokens": 5, **change}
-    if path == "responses":
-        body = {"model": "any", "input": "hi", **change}
+    if path in ("responses", "completions"):
+        body = {"model": "any", "input" if path == "responses" else "prompt": "hi", **change}
     async with (
         served(endpoint) as (url, key),
         aiohttp.ClientSession(headers={"x-api-key": key}) as session,
@@ -519,6 +523,18 @@ async def test_a_forced_answer_is_read_in_each_dialect(path: str, change: dict[s
         assert (call.must_call, call.schema) == (wanted, None)
     else:
         assert (call.must_call, json.loads(call.schema or "")) == ((), wanted)
+
+
+async def test_null_asks_for_nothing() -> None:
+    """SDKs write out what was left to its default."""
+    endpoint = Scripted(TEXT)
+    nulls = dict.fromkeys(("max_completion_tokens", "stream", "stop", "tools", "parallel_tool_calls", "stream_options"))
+    async with served(endpoint) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+        body = {"messages": [HELLO], "max_tokens": 7, **nulls}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+    (call,) = endpoint.calls
+    assert (call.max_tokens, call.one_call, call.stream) == (7, False, False)
 
 
 CHAT = "chat/completions"

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from agentrl.gateway.call import Call, Completion, GatewayError
 from agentrl.gateway.chat_completions import count, event, flag, openai_error, strings, usage, usage_asked
-from agentrl.gateway.fields import COMPLETIONS, check_fields
+from agentrl.gateway.fields import COMPLETIONS, asked_of, check_fields
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json
 
@@ -29,7 +29,7 @@ class Completions:
             logprobs=body.get("logprobs") is not None,
             token_ids=flag(body.get("return_token_ids"), "return_token_ids"),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in COMPLETIONS.asked and value is not None},
+            asked=asked_of(body, COMPLETIONS),
             ignored=ignored,
         )
 

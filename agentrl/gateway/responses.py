@@ -16,12 +16,11 @@ from agentrl.gateway.chat_completions import (
     must_call,
     openai_error,
     schema_of,
-    strict_in,
     text_of,
     tool_call,
     tools_of,
 )
-from agentrl.gateway.fields import RESPONSES, check_fields, shown
+from agentrl.gateway.fields import RESPONSES, asked_of, check_fields, check_tools, shown
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
@@ -57,9 +56,9 @@ class Responses:
             max_tokens=count(body.get("max_output_tokens"), "max_output_tokens"),
             stream=flag(body.get("stream"), "stream"),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in RESPONSES.asked and value is not None},
+            asked=asked_of(body, RESPONSES),
             one_call=not flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
-            ignored=(*ignored, *strict_in(body)),
+            ignored=(*ignored, *check_tools(body.get("tools"), RESPONSES)),
         )
 
     def _input(self, given: Json) -> Iterator[Message]:

@@ -593,6 +593,48 @@ async def test_a_field_that_changes_the_answer_is_served_or_refused(
     assert (name in call.asked) == (name in ("thinking", "min_p"))
 
 
+NESTED: list[tuple[str, dict[str, Any], Any]] = [
+    ("messages", {"output_config": {"effort": "low"}}, {"output_config.effort": "low"}),
+    ("messages", {"output_config": {"effort": None}}, ()),
+    ("messages", {"output_config": {"style": "x"}}, "output_config.style: this field is unknown"),
+    ("messages", {"output_config": 3}, "output_config: expected an object"),
+    ("messages", {"tools": [{**THEIRS["tools"][0], "cache_control": {}, "odd": 1}]}, ("tools[].cache_", "tools[].odd")),
+    ("messages", {"tools": [{**THEIRS["tools"][0], "input_examples": [{"a": 1}]}]}, "write them into the description"),
+    ("messages", {"tools": [{**THEIRS["tools"][0], "allowed_callers": ["direct"], "defer_loading": False}]}, ()),
+    ("messages", {"messages": [{"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "c", "content": "no", "is_error": True}]}]}, ("messages[].is_error",)),
+    ("responses", {"text": {"verbosity": "low", "x_mine": 1}}, ("text.verbosity", "text.x_mine")),
+    ("responses", {"text": {"form": {}}}, "text.form: this field is unknown"),
+    ("responses", {"text": []}, "text: expected an object"),
+    ("responses", {"tools": [{**FLAT["tools"][0], "defer_loading": True}]}, "tools[].defer_loading: True is not"),
+    (CHAT, {"stream_options": {"include_obfuscation": False}}, ("stream_options.include_ob",)),
+    (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "a stream ends with the token counts"),
+    (CHAT, {"messages": [{**HELLO, "name": "Ann"}]}, ("messages[].name",)),
+    (CHAT, {"messages": [HELLO, {"role": "tool", "content": "", "name": "add"}]}, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "change", "wanted"), NESTED, ids=[f"{p} {json.dumps(c)[:60]}" for p, c, _ in NESTED])
+async def test_a_field_of_a_field_is_served_counted_or_refused(path: str, change: dict[str, Any], wanted: Any) -> None:
+    """wanted: a part of the refusal, what is recorded, or how the names of what is ignored begin."""
+    endpoint = Scripted(TEXT)
+    body = {"input": "hi", **change} if path == "responses" else {"messages": [HELLO], "max_tokens": 5, **change}
+    async with (
+        served(endpoint) as (url, key),
+        aiohttp.ClientSession(headers={"x-api-key": key}) as session,
+        session.post(f"{url}/v1/{path}", json=body) as response,
+    ):
+        found = await response.json()
+    if isinstance(wanted, str):
+        assert (response.status, wanted in found["error"]["message"]) == (400, True), found
+        return
+    assert response.status == 200, found
+    (call,) = endpoint.calls
+    assert call.asked == (wanted if isinstance(wanted, dict) else {})
+    begun = () if isinstance(wanted, dict) else wanted
+    assert [name.startswith(one) for name, one in zip(call.ignored, begun, strict=True)] == [True] * len(begun)
+
+
 async def test_a_strict_tool_is_counted_and_a_legacy_call_is_a_call() -> None:
     endpoint = Scripted(TEXT)
     strict = {"type": "function", "function": {"name": "add", "strict": True, "parameters": SCHEMA}}

@@ -637,11 +637,20 @@ for n in range(1500):
 os.chdir(here)
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 open("child", "w").write(str(child.pid))
-if sys.argv[2]: os.kill(os.getppid(), getattr(signal, sys.argv[2]))
+supervisor, keeper = os.getppid(), os.getpgrp()
+exec(sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("kills", ["", "SIGKILL", "SIGSTOP"])
+KILLS = {
+    "nobody": "", "its supervisor": "os.kill(supervisor, signal.SIGKILL)",
+    "its supervisor, by a stop": "os.kill(supervisor, signal.SIGSTOP)",
+    "its group": "os.killpg(0, signal.SIGKILL)",
+    "both": "os.kill(keeper, signal.SIGKILL); os.kill(supervisor, signal.SIGKILL)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kills", KILLS.values(), ids=KILLS)
 async def test_what_a_hostile_program_leaves_is_removed(tmp_path: Path, kills: str) -> None:
     """It attacks its supervisor, and what a folder is removed by; nobody waits for its pipes."""
     (tmp_path / "kept").touch()

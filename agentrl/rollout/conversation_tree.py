@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from agentrl.chat.base import Chat, Completing, images_in
 from agentrl.chat.image_chat import moved
 from agentrl.engine.base import Generation
+from agentrl.engine.stops import UNFINISHED
 from agentrl.errors import UserError
 from agentrl.gateway.call import Call
 from agentrl.images import ImageSpan
@@ -26,6 +27,7 @@ Train = Literal["all", "tools"]
 """See `agent.train`."""
 _RELATIVES = 64
 _LEAST = 64  # characters that a message costs besides its own
+_HEAD = 32  # tokens by which most paths are told from a prompt that does not begin with them
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +161,7 @@ class Sought:
     def work(self) -> int:
         """Characters that laying out its prompt goes through, about."""
         if self.parent is None or self.chat.rewrites_history is not None:  # also of a prompt as it stands
-            return self.call.size
+            return max(self.call.size, _LEAST * len(self.call.messages))
         return sum(_LEAST + len(message["content"] or "") for message in self.call.messages[self.length :])
 
 
@@ -316,10 +318,15 @@ class ConversationTree:
         if not isinstance(prompt, str):
             path = node.branch.ids[: node.end]
             return prompt[node.end :] if len(prompt) >= node.end and array("i", prompt[: node.end]) == path else None
-        whole = self.chat.decode(node.branch.ids[: node.end].tolist())
         if isinstance(node.call.prompt, str) and node.answer is not None:  # as it was written
+            if not prompt.startswith(node.call.prompt):
+                return None
             stop = self.chat.decode(node.ids[-1:]) if node.ids[-1] in self.chat.stop_ids else ""
             whole = f"{node.call.prompt}{node.answer['content']}{stop}"
+        else:
+            if not prompt.startswith(self.chat.decode(node.branch.ids[:_HEAD].tolist()).rstrip(UNFINISHED)):
+                return None  # without reading all of a path for every prompt that begins otherwise
+            whole = self.chat.decode(node.branch.ids[: node.end].tolist())
         return prompt[len(whole) :] if prompt.startswith(whole) else None
 
     def _without_thinking(self, parent: Node, given: Sequence[int], call: Call) -> Given | None:

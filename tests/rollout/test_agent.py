@@ -292,6 +292,21 @@ async def test_a_prompt_as_it_stands_is_sampled_and_trained_like_any() -> None:
     assert found.turns[1].end == found.turns[2].start
 
 
+async def test_a_prompt_does_not_read_what_it_does_not_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    decode = CharChat.decode
+    monkeypatch.setattr(CharChat, "decode", lambda chat, ids: read.append(len(ids)) or decode(chat, ids))
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        await completed(client, "text " * 1000)
+        await completed(client, [66] * 5000)
+        read.clear()
+        await completed(client, "another")
+        assert max(read) < 100
+
+    assert (await played(solve)).failure is None
+
+
 @pytest.mark.parametrize(("prompt", "why"), [([1 << 30], "no token id"), ("", "prompt: expected a text")])
 async def test_a_prompt_that_is_none_is_refused(prompt: Any, why: str) -> None:
     async def solve(task: Task, client: AgentClient) -> None:
@@ -949,7 +964,8 @@ async def test_an_answer_that_nobody_received_is_not_trained() -> None:
 
 
 async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the loop is laid out what is short, and what goes on from an answer, however long the history is."""
+    """In the loop is laid out what is short, and what goes on from an answer, however long the history is;
+    many messages are long, however little each says."""
     where: list[bool] = []
 
     def noted(name: str) -> None:
@@ -965,6 +981,7 @@ async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pyte
     noted("bridge")
 
     async def solve(task: Task, client: AgentClient) -> None:
+        await said(client, [user("")] * 300)
         talk: list[Any] = [user("short")]
         talk.append(await said(client, talk))
         talk.append(user("long " * 10_000))
@@ -974,7 +991,7 @@ async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pyte
         await said(client, [user("changed"), *talk[1:]])
 
     await played(solve, by_count())
-    assert where == [True, False, True, *[False] * 3]
+    assert where == [False, True, False, True, *[False] * 3]
 
 
 async def test_what_is_kept_of_bodies_does_not_grow_with_what_they_hold_besides() -> None:

@@ -1194,11 +1194,12 @@ async def test_a_turn_of_which_one_call_was_asked_for_ends_with_its_first_call()
     assert found.extra["gateway"]["forks"] == 0
 
 
-async def test_what_is_ignored_is_counted_by_name() -> None:
+async def test_what_is_ignored_is_counted_by_name_and_what_is_asked_for_is_kept() -> None:
     async def solve(task: Task, client: AgentClient) -> None:
-        await said(client, [user("one")], user="me", metadata={}, x_mine=1, store=None)
+        await said(client, [user("one")], user="me", metadata={}, x_mine=1, store=None, temperature=0.3)
         await said(client, [user("two")], user="me")
 
     found = await played(solve, by_count())
     assert found.extra["gateway"]["ignored"] == 4
     assert found.extra["ignored_fields"] == {"metadata": 1, "user": 2, "x_mine": 1}
+    assert [turn.asked for turn in found.turns] == [{"temperature": 0.3}, {}]

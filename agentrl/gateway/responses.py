@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from agentrl.gateway.bounds import characters_in
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
     arguments_text,
@@ -35,6 +36,7 @@ class Responses:
 
     def __init__(self, previous: Previous) -> None:
         self._previous = previous
+        self._named = 0  # characters of what the call names
 
     def parse(self, body: Mapping[str, Json]) -> Call:
         """The call. Raises GatewayError for what cannot be served."""
@@ -44,11 +46,14 @@ class Responses:
         messages: list[Message] = []
         if (previous := body.get("previous_response_id")) is not None:
             messages += self._previous(text_of(previous, "previous_response_id").removeprefix("resp_"))
+            self._named += characters_in(messages)
         if body.get("instructions"):
             messages = [m for m in messages if m["role"] != "system"]
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"], "instructions")})
+        messages += self._input(body.get("input"))
         return Call(
-            messages=(*messages, *self._input(body.get("input"))),
+            messages=tuple(messages),
+            named=self._named,
             tools=tools,
             may_call=choice != "none",
             schema=schema_of(form, "text.format"),
@@ -72,6 +77,7 @@ class Responses:
             if item.get("type") != "item_reference":
                 items.append((where, item))
             elif (named := self._referred(item.get("id"), where)) is not None:
+                self._named += characters_in(named)
                 items.append((where, named))
         yield from _messages(items)
 

@@ -668,6 +668,31 @@ async def test_a_reference_to_an_item_stands_for_the_item(stream: bool) -> None:
     assert len(endpoint.calls[2].messages[1]["tool_calls"]) == 2
 
 
+@pytest.mark.parametrize("path", ["responses", "responses/input_tokens"])
+async def test_what_a_body_names_counts_as_what_it_holds(path: str) -> None:
+    """A few bytes may stand for a whole conversation, as often as they are written."""
+    endpoint = Scripted({"role": "assistant", "content": "a" * 30_000})
+    endpoint.context, endpoint.images = 1000, False
+    item = {"type": "item_reference", "id": "msg_t-1"}
+    async with served(endpoint) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+
+        async def asked(path: str, **body: Any) -> tuple[int, str]:
+            async with session.post(f"{url}/v1/{path}", json=body) as response:
+                return response.status, ((await response.json()).get("error") or {}).get("message", "")
+
+        assert await asked("responses", input="hi") == (200, "")
+        assert (await asked(path, input=[HELLO, item, HELLO]))[0] == 200
+        assert (await asked(path, previous_response_id="resp_t-1", input="so?"))[0] == 200
+        calls = len(endpoint.calls)
+        for body in (
+            {"input": [HELLO, item, HELLO, item, HELLO]}, {"previous_response_id": "resp_t-1", "input": [item, HELLO]},
+        ):  # fmt: skip
+            status, why = await asked(path, **body)
+            assert (status, "characters are longer than any conversation of 1000 tokens" in why) == (400, True), why
+    assert len(endpoint.calls) == calls
+    assert [call.size > 30_000 for call in endpoint.calls] == [False, True, True][: len(endpoint.calls)]
+
+
 GARBAGE = [b"", b"\xff\x00", b"[1]", b"null", b"{", b'{"messages": ' + b"[" * 100_000]
 
 

@@ -248,12 +248,15 @@ class ConversationTree:
             self._answers[canonical] = node
 
     def give_up(self, node: Node) -> None:
-        """Take back the prompt of a call that came to nothing, so that another can go on from its parent."""
+        """Take back the prompt of a call that came to nothing, so that another can go on from its parent, and keep
+        none of it: it may be far longer than any context."""
         start = node.parent.end if node.parent is not None else 0
         branch = node.branch
         if len(branch.ids) == start + len(node.given.ids):
             del branch.ids[start:]
             branch.images = [span for span in branch.images if span.start < start]
+        self.tokens -= len(node.given.ids)
+        node.given = Given()
 
     def _branch(self, parent: Node | None, given: Given) -> Branch:
         if parent is not None and len(parent.branch.ids) == parent.end and not parent.cut:

@@ -35,7 +35,7 @@ from agentrl.plugins.types import InfrastructureError, Session, Task, ToolRespon
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection, host_and_port
 from agentrl.recipe.sections.rollout import RolloutSection
-from agentrl.rollout.agent import AgentDriver, Rollout
+from agentrl.rollout.agent import AgentDriver, AgentRequest, Rollout
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import gateway_of
 from agentrl.rollout.trajectory_file import conversations, record, row
@@ -1035,6 +1035,20 @@ async def test_a_key_of_the_clients_own_joins_what_it_sends_again() -> None:
     found = await played(solve, by_count(), max_calls=100)
     assert found.extra["gateway"]["retries"] == 1
     assert len(found.turns) == 3 + 70 + 1
+
+
+async def test_the_prompt_of_a_call_that_was_refused_is_not_kept() -> None:
+    async with driving(lambda task, client: None, by_count(), max_tokens=100) as (driver, _):
+        request = driver.request(TASK, 0)
+        assert isinstance(request, AgentRequest)
+        rollout = Rollout(driver, request)
+        for text in ("long " * 500, "short"):
+            answered = asyncio.create_task(rollout.complete(Call((user(text),)), Origin(text.encode())))  # type: ignore[arg-type]
+            await asyncio.wait({answered})
+            assert (answered.exception() is None) == (text == "short")
+        first, second = request.tree.nodes
+        assert first.given.ids == []
+        assert request.tree.tokens == second.end < 100
 
 
 async def test_a_call_that_failed_is_not_joined() -> None:

@@ -8,7 +8,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 _NAMES_HERE = frozenset(("127.0.0.1", "localhost", "[::1]"))
 _log = logging.getLogger("agentrl.http")
-_log.addFilter(lambda record: not isinstance(_raised(record), HttpProcessingError))
+_log.addFilter(lambda record: not isinstance(_raised(record), HttpProcessingError | web.RequestPayloadError))
 
 
 def _raised(record: logging.LogRecord) -> BaseException | None:
@@ -24,5 +24,6 @@ def names_this_machine(request: web.Request) -> bool:
 
 def quiet_runner(app: web.Application, **options: Any) -> web.AppRunner:
     """The runner of an application that writes no log of requests, and no traceback for those that are not
-    HTTP: they are answered with status 400. options: further ones of `web.AppRunner`."""
+    HTTP, or whose bodies are not what their headers say: they are answered with status 400, or as if they had no body
+    where nobody reads it. options: further ones of `web.AppRunner`."""
     return web.AppRunner(app, access_log=None, logger=_log, **options)

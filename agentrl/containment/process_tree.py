@@ -3,7 +3,8 @@
 This file is also the program that supervises the command, in a session of its own, which the terminal's Ctrl-C does not
 reach. It ends the whole tree when the command ends, its standard input closes, or its parent is gone, for whatever
 reason. It is two processes: a keeper, and its child, which supervises. Where the command kills or stops one, the other
-one ends the tree. It imports only the standard library.
+one ends the tree; where it kills or stops both, this process does, by a variable that all of it inherited. It imports
+only the standard library.
 
 usage: python process_tree.py GRACE_SECONDS REMOVAL FOLDER REPORT COMMAND [ARGUMENT ...]
 
@@ -42,6 +43,8 @@ _SHARED_MEMORY = re.compile(rb" (/dev/shm/sgl(?:ang_loads|_shm)_\S+)$", re.M)
 _TRACKER = b"multiprocessing.resource_tracker"
 """A process that removes semaphores and shared memory of the other processes when they are gone, and then ends."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_MARK = "AGENTRL_PROCESS_TREE"
+"""The environment variable by which a tree is known whose supervisors are gone."""
 _KEEP = b"k"
 """A byte on standard input: the command is killed, and FOLDER kept."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -66,6 +69,7 @@ class ProcessTree:
         folder: Path | None = None,
     ) -> None:
         self._folder = folder
+        self._mark = f"{_MARK}={os.urandom(12).hex()}"
         self._report: int | None = None
         self._exit_code: int | None = None
         report: list[int] = []
@@ -77,7 +81,8 @@ class ProcessTree:
             self._supervisor = subprocess.Popen(
                 [sys.executable, "-I", __file__, f"{grace:g}", shlex.join(removal), str(folder or ""),
                  "".join(map(str, report)), *command],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, env=env, start_new_session=True, pass_fds=report,
+                stdin=subprocess.PIPE, stdout=output, stderr=output, env={**env, _MARK: self._mark.partition("=")[2]},
+                start_new_session=True, pass_fds=report,
             )  # fmt: skip
         except BaseException:
             self._stop_listening()
@@ -155,9 +160,12 @@ class ProcessTree:
                 time.sleep(_WAIT_SECONDS)
             self.kill()
         self._supervisor.wait()
+        self._listen()
         self._stop_listening()
-        if self._folder is not None:
-            remove_tree(self._folder)  # what a supervisor that was killed has left
+        if self._folder is not None:  # what supervisors that were killed have left
+            if self._exit_code is None:
+                _kill_marked(self._mark.encode())
+            remove_tree(self._folder)
 
     def kill(self) -> None:
         """Kill the supervisor and all of its process group, where it does not end by itself."""
@@ -321,6 +329,18 @@ def _kill_tree() -> None:
         time.sleep(0.02)
     for pid in pids:
         _kill(pid)
+
+
+def _kill_marked(mark: bytes) -> None:
+    """Kill all processes whose environment holds `mark`, until there is none, or for TIDY_SECONDS."""
+    until = time.monotonic() + TIDY_SECONDS
+    while time.monotonic() < until:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        if not (marked := [pid for pid in pids if mark in _read(pid, "environ").split(b"\0")]):
+            return
+        for pid in marked:
+            _kill(pid)
+        time.sleep(0.02)
 
 
 def _tree() -> list[int]:

@@ -1,6 +1,6 @@
 """The dialect of Anthropic's Messages API."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
@@ -9,19 +9,19 @@ from agentrl.gateway.chat_completions import (
     count,
     encode,
     event,
+    flag,
     image_part,
     joined,
     mapping,
     must_call,
     part_of,
     schema_of,
-    strict_in,
     strings,
     text_of,
     tool_call,
     tools_of,
 )
-from agentrl.gateway.fields import ANTHROPIC_MESSAGES, check_fields, shown
+from agentrl.gateway.fields import ANTHROPIC_MESSAGES, asked_of, check_fields, check_tools, shown
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Content, Json, Message
 
@@ -55,12 +55,12 @@ class AnthropicMessages:
             schema=schema_of(form, "output_config.format"),
             must_call=must_call(_chosen(choice), tools),
             max_tokens=count(body.get("max_tokens"), "max_tokens"),
-            stream=bool(body.get("stream")),
+            stream=flag(body.get("stream"), "stream"),
             stop=strings(body.get("stop_sequences"), "stop_sequences"),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in ANTHROPIC_MESSAGES.asked and value is not None},
-            one_call=choice.get("disable_parallel_tool_use") is True,
-            ignored=(*ignored, *strict_in(body)),
+            asked=asked_of(body, ANTHROPIC_MESSAGES),
+            one_call=flag(choice.get("disable_parallel_tool_use"), "tool_choice.disable_parallel_tool_use"),
+            ignored=(*ignored, *check_tools(body.get("tools"), ANTHROPIC_MESSAGES), *_errors_in(body["messages"])),
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Json]:
@@ -117,6 +117,12 @@ def _messages(one: Mapping[str, Json], where: str) -> Iterator[Message]:
         yield message
     elif parts:
         yield {"role": "user", "content": joined(parts)}
+
+
+def _errors_in(messages: Sequence[Mapping[str, Json]]) -> tuple[str, ...]:
+    """The name of what is ignored in messages: that a tool's result is an error, beside what it says."""
+    blocks = (block for one in messages if isinstance(one["content"], list) for block in one["content"])
+    return ("messages[].is_error",) if any(block.get("is_error") for block in blocks) else ()
 
 
 def _result(content: object, where: str) -> Content:

@@ -59,15 +59,16 @@ def most_characters(context: int) -> int:
 
 def characters(call: Call) -> int:
     """The characters of a call's messages and tools that a prompt may hold: images apart."""
-    return sum(map(_characters, (call.messages, call.tools, call.prompt or "")))
+    return characters_in((call.messages, call.tools, call.prompt or ""))
 
 
-def _characters(value: object) -> int:
+def characters_in(value: object) -> int:
+    """The characters of the texts and keys of a value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(len(key) + _characters(one) for key, one in value.items())
-    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 1
+        return sum(len(key) + characters_in(one) for key, one in value.items())
+    return sum(map(characters_in, value)) if isinstance(value, list | tuple) else 1
 
 
 class Reader:

@@ -53,8 +53,10 @@ class Call:
     """How often the client's SDK has sent this request before."""
     fresh: int = 0
     """Bytes of its body that no earlier call held."""
+    named: int = 0
+    """Characters of what it names in place of sending it: conversations, items."""
     size: int = 0
-    """Bytes of its body, and characters of the conversation that it names by an answer."""
+    """Bytes of its body, and what it names."""
 
 
 @dataclass(frozen=True, slots=True)

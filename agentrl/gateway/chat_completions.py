@@ -7,15 +7,15 @@ from typing import Literal
 
 from agentrl.gateway.bounds import check_shape
 from agentrl.gateway.call import Call, Completion, GatewayError
-from agentrl.gateway.fields import CHAT_COMPLETIONS, check_fields, shown
+from agentrl.gateway.fields import CHAT_COMPLETIONS, asked_of, check_fields, check_tools, shown
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Content, Json, Message
 
-_ASKED = CHAT_COMPLETIONS.asked
 UNREADABLE = "unreadable_arguments"
 """The key under which a dialect whose arguments are objects holds what the model wrote, where that is none."""
 encode = json.JSONEncoder(ensure_ascii=False).encode
 """A value as JSON text."""
+_SPEAKERS = ("system", "developer", "user", "assistant")
 Role = Literal["system", "user", "assistant", "tool"]
 _ROLES: dict[str, Role] = {
     "system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
@@ -41,15 +41,15 @@ class ChatCompletions:
             may_call=choice != "none",
             schema=schema_of(form, "response_format"),
             must_call=must_call(_chosen(choice) if isinstance(choice, dict) else choice, tools),
-            max_tokens=count(body.get("max_completion_tokens", body.get("max_tokens")), "max_tokens"),
-            stream=bool(body.get("stream")),
-            usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+            max_tokens=count(_first(body, "max_completion_tokens", "max_tokens"), "max_tokens"),
+            stream=flag(body.get("stream"), "stream"),
+            usage_in_stream=usage_asked(body),
             stop=strings(body.get("stop"), "stop"),
-            logprobs=bool(body.get("logprobs")),
+            logprobs=flag(body.get("logprobs"), "logprobs"),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in _ASKED and value is not None},
-            one_call=body.get("parallel_tool_calls") is False,
-            ignored=(*ignored, *strict_in(body)),
+            asked=asked_of(body, CHAT_COMPLETIONS),
+            one_call=not flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
+            ignored=(*ignored, *check_tools(body.get("tools"), CHAT_COMPLETIONS), *_names_in(body["messages"])),
         )
 
     def render(self, found: Completion, call: Call) -> dict[str, Json]:
@@ -308,13 +308,9 @@ def _logprobs(found: Completion) -> dict[str, Json]:
     return {"content": content, "refusal": None}
 
 
-def strict_in(body: Mapping[str, Json]) -> tuple[str, ...]:
-    """The name of what is ignored in tools: that arguments keep strictly to their schema."""
-    return ("tools[].strict",) if any(_strict(tool) for tool in body.get("tools") or ()) else ()
-
-
-def _strict(tool: Mapping[str, Json]) -> bool:
-    return bool(tool.get("strict") or mapping(tool.get("function"), "tools").get("strict"))
+def _names_in(messages: Sequence[Mapping[str, Json]]) -> tuple[str, ...]:
+    """The name of what is ignored in messages: who of several users or agents speaks."""
+    return ("messages[].name",) if any(one.get("name") and one["role"] in _SPEAKERS for one in messages) else ()
 
 
 def mapping(value: object, where: str) -> Mapping[str, Json]:
@@ -346,6 +342,25 @@ def strings(value: Json, where: str) -> tuple[str, ...]:
         if not isinstance(one, str) or not 0 < len(one) <= STOP_CHARACTERS:
             raise GatewayError(f"{where}: expected texts of 1 to {STOP_CHARACTERS} characters")
     return tuple(dict.fromkeys(given))
+
+
+def flag(value: Json, where: str, default: bool = False) -> bool:
+    """True or false, `default` for null. Raises GatewayError: what is neither may have been meant as the other one."""
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise GatewayError(f"{where}: expected true or false, got {shown(value)}")
+    return value
+
+
+def usage_asked(body: Mapping[str, Json]) -> bool:
+    """Whether a stream ends with the token counts. Raises GatewayError."""
+    return flag(mapping(body.get("stream_options"), "stream_options").get("include_usage"), "stream_options")
+
+
+def _first(body: Mapping[str, Json], *names: str) -> Json:
+    """The first of these fields that asks for something."""
+    return next((body[name] for name in names if body.get(name) is not None), None)
 
 
 def count(value: Json, where: str) -> int | None:

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 
 from agentrl.gateway.call import Call, Completion, GatewayError
-from agentrl.gateway.chat_completions import count, event, mapping, openai_error, strings, usage
-from agentrl.gateway.fields import COMPLETIONS, check_fields
+from agentrl.gateway.chat_completions import count, event, flag, openai_error, strings, usage, usage_asked
+from agentrl.gateway.fields import COMPLETIONS, asked_of, check_fields
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json
 
@@ -24,12 +24,12 @@ class Completions:
             prompt=_prompt(body.get("prompt")),
             max_tokens=count(body.get("max_tokens"), "max_tokens"),
             stop=strings(body.get("stop"), "stop"),
-            stream=bool(body.get("stream")),
-            usage_in_stream=bool(mapping(body.get("stream_options"), "stream_options").get("include_usage")),
+            stream=flag(body.get("stream"), "stream"),
+            usage_in_stream=usage_asked(body),
             logprobs=body.get("logprobs") is not None,
-            token_ids=bool(body.get("return_token_ids")),
+            token_ids=flag(body.get("return_token_ids"), "return_token_ids"),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in COMPLETIONS.asked and value is not None},
+            asked=asked_of(body, COMPLETIONS),
             ignored=ignored,
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from agentrl.gateway.bounds import characters, check_shape
+from agentrl.gateway.bounds import check_shape
 from agentrl.gateway.call import Call, GatewayError
 from agentrl.images import ImageError, hashes, stored
 from agentrl.plugins.types import Json
@@ -101,8 +101,7 @@ class History:
                 return longer
         given, head, end = _read(found.body, dialect.history)
         call, size = self.taken(dialect.parse(given)), len(found.body)
-        named = characters(call) if given.get("previous_response_id") else 0
-        call = replace(call, fresh=size, size=size + named)
+        call = replace(call, fresh=size, size=size + call.named)
         return Seen(end, b"", head, type(dialect), call)
 
     def keep(self, found: Found, read: Seen) -> None:
@@ -146,7 +145,10 @@ class History:
         if new.messages[:system] != old.messages[:system] or new.tools != old.tools:
             return None
         messages = (*old.messages, *new.messages[system:])
-        call = replace(new, messages=messages, tools=old.tools, earlier=old, fresh=len(short), size=len(body))
+        named, fresh = old.named + new.named, len(short)
+        call = replace(
+            new, messages=messages, tools=old.tools, earlier=old, fresh=fresh, named=named, size=len(body) + named
+        )
         return Seen(len(body) - len(short) + end, b"", head, type(dialect), call)
 
 

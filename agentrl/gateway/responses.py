@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
+from agentrl.gateway.bounds import characters_in
 from agentrl.gateway.call import Call, Completion, Finish, GatewayError
 from agentrl.gateway.chat_completions import (
     arguments_text,
@@ -11,16 +12,16 @@ from agentrl.gateway.chat_completions import (
     content_of,
     count,
     event,
+    flag,
     mapping,
     must_call,
     openai_error,
     schema_of,
-    strict_in,
     text_of,
     tool_call,
     tools_of,
 )
-from agentrl.gateway.fields import RESPONSES, check_fields, shown
+from agentrl.gateway.fields import RESPONSES, asked_of, check_fields, check_tools, shown
 from agentrl.gateway.stream import Writer
 from agentrl.plugins.types import Json, Message
 
@@ -35,6 +36,7 @@ class Responses:
 
     def __init__(self, previous: Previous) -> None:
         self._previous = previous
+        self._named = 0  # characters of what the call names
 
     def parse(self, body: Mapping[str, Json]) -> Call:
         """The call. Raises GatewayError for what cannot be served."""
@@ -42,23 +44,26 @@ class Responses:
         tools, choice = tools_of(body, body.get("tool_choice"), _parts), body.get("tool_choice")
         form = mapping(mapping(body.get("text"), "text").get("format"), "text.format")
         messages: list[Message] = []
-        if isinstance(body.get("previous_response_id"), str):
-            messages += self._previous(body["previous_response_id"].removeprefix("resp_"))
+        if (previous := body.get("previous_response_id")) is not None:
+            messages += self._previous(text_of(previous, "previous_response_id").removeprefix("resp_"))
+            self._named += characters_in(messages)
         if body.get("instructions"):
             messages = [m for m in messages if m["role"] != "system"]
             messages.insert(0, {"role": "system", "content": text_of(body["instructions"], "instructions")})
+        messages += self._input(body.get("input"))
         return Call(
-            messages=(*messages, *self._input(body.get("input"))),
+            messages=tuple(messages),
+            named=self._named,
             tools=tools,
             may_call=choice != "none",
             schema=schema_of(form, "text.format"),
             must_call=must_call(_chosen(choice) if isinstance(choice, dict) else choice, tools),
             max_tokens=count(body.get("max_output_tokens"), "max_output_tokens"),
-            stream=bool(body.get("stream")),
+            stream=flag(body.get("stream"), "stream"),
             model=str(body.get("model", "")),
-            asked={key: value for key, value in body.items() if key in RESPONSES.asked and value is not None},
-            one_call=body.get("parallel_tool_calls") is False,
-            ignored=(*ignored, *strict_in(body)),
+            asked=asked_of(body, RESPONSES),
+            one_call=not flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
+            ignored=(*ignored, *check_tools(body.get("tools"), RESPONSES)),
         )
 
     def _input(self, given: Json) -> Iterator[Message]:
@@ -72,6 +77,7 @@ class Responses:
             if item.get("type") != "item_reference":
                 items.append((where, item))
             elif (named := self._referred(item.get("id"), where)) is not None:
+                self._named += characters_in(named)
                 items.append((where, named))
         yield from _messages(items)
 

@@ -206,12 +206,10 @@ class Gateway:
 
         def counted() -> int:
             call = history.taken(dialect_of(endpoint).parse({**defaults, **json_object(body)}))
-            _check_size(call, len(body), endpoint)
+            _check_size(call, len(body) + call.named, endpoint)
             return endpoint.count(call)
 
-        if history.images:
-            return await in_image_thread(counted)
-        return await off_loop(counted) if len(body) > IN_LOOP else counted()
+        return await (in_image_thread if history.images else off_loop)(counted)
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         """Tell the only model, or that of a name: calls may give any."""
@@ -330,13 +328,13 @@ async def _told(dialect: Dialect, work: Awaitable[web.StreamResponse]) -> web.St
 
 def _read(found: Found, history: History, dialect: Dialect, endpoint: Endpoint) -> Call:
     seen = history.parse(found, dialect)
-    _check_size(seen.call, len(found.body), endpoint)
+    _check_size(seen.call, seen.call.size, endpoint)
     history.keep(found, seen)
     return seen.call
 
 
 def _check_size(call: Call, size: int, endpoint: Endpoint) -> None:
-    """Raise GatewayError for a call that no context could hold, before any of it is rendered. size: of its body."""
+    """Raise GatewayError for a call that no context could hold, before any of it is rendered. size: as `Call.size`."""
     if len(call.messages) > MESSAGES:
         raise endpoint.too_long(f"the conversation has {len(call.messages)} messages; at most {MESSAGES} are served")
     most = most_characters(endpoint.context)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from agentrl.chat.base import Chat, Completing, images_in
 from agentrl.chat.image_chat import moved
 from agentrl.engine.base import Generation
+from agentrl.engine.stops import UNFINISHED
 from agentrl.errors import UserError
 from agentrl.gateway.call import Call
 from agentrl.images import ImageSpan
@@ -26,6 +27,7 @@ Train = Literal["all", "tools"]
 """See `agent.train`."""
 _RELATIVES = 64
 _LEAST = 64  # characters that a message costs besides its own
+_HEAD = 32  # tokens by which most paths are told from a prompt that does not begin with them
 
 
 @dataclass(slots=True, eq=False)
@@ -159,7 +161,7 @@ class Sought:
     def work(self) -> int:
         """Characters that laying out its prompt goes through, about."""
         if self.parent is None or self.chat.rewrites_history is not None:  # also of a prompt as it stands
-            return self.call.size
+            return max(self.call.size, _LEAST * len(self.call.messages))
         return sum(_LEAST + len(message["content"] or "") for message in self.call.messages[self.length :])
 
 
@@ -246,12 +248,15 @@ class ConversationTree:
             self._answers[canonical] = node
 
     def give_up(self, node: Node) -> None:
-        """Take back the prompt of a call that came to nothing, so that another can go on from its parent."""
+        """Take back the prompt of a call that came to nothing, so that another can go on from its parent, and keep
+        none of it: it may be far longer than any context."""
         start = node.parent.end if node.parent is not None else 0
         branch = node.branch
         if len(branch.ids) == start + len(node.given.ids):
             del branch.ids[start:]
             branch.images = [span for span in branch.images if span.start < start]
+        self.tokens -= len(node.given.ids)
+        node.given = Given()
 
     def _branch(self, parent: Node | None, given: Given) -> Branch:
         if parent is not None and len(parent.branch.ids) == parent.end and not parent.cut:
@@ -316,10 +321,15 @@ class ConversationTree:
         if not isinstance(prompt, str):
             path = node.branch.ids[: node.end]
             return prompt[node.end :] if len(prompt) >= node.end and array("i", prompt[: node.end]) == path else None
-        whole = self.chat.decode(node.branch.ids[: node.end].tolist())
         if isinstance(node.call.prompt, str) and node.answer is not None:  # as it was written
+            if not prompt.startswith(node.call.prompt):
+                return None
             stop = self.chat.decode(node.ids[-1:]) if node.ids[-1] in self.chat.stop_ids else ""
             whole = f"{node.call.prompt}{node.answer['content']}{stop}"
+        else:
+            if not prompt.startswith(self.chat.decode(node.branch.ids[:_HEAD].tolist()).rstrip(UNFINISHED)):
+                return None  # without reading all of a path for every prompt that begins otherwise
+            whole = self.chat.decode(node.branch.ids[: node.end].tolist())
         return prompt[len(whole) :] if prompt.startswith(whole) else None
 
     def _without_thinking(self, parent: Node, given: Sequence[int], call: Call) -> Given | None:

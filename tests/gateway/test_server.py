@@ -375,6 +375,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("messages", {"stop_sequences": [3]}), ("messages", {"messages": [{"role": "system", "content": ""}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("messages", {"tool_choice": {"type": "tool", "name": "x"}}), ("messages/count_tokens", {"messages": "x"}),
+    ("chat/completions", {"stream": "false"}), ("chat/completions", {"parallel_tool_calls": 0}),
+    ("chat/completions", {"logprobs": 1}), ("chat/completions", {"stream_options": {"include_usage": "yes"}}),
+    ("responses", {"previous_response_id": 5}), ("responses", {"stream": 1}), ("completions", {"stream": "true"}),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}),
 ]  # fmt: skip
 
 
@@ -382,8 +386,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 async def test_what_cannot_be_served_is_refused_in_the_dialects_own_form(path: str, change: dict[str, Any]) -> None:
     endpoint = Scripted(TEXT)
     body = {"model": "any", "messages": [HELLO], "max_tokens": 5, **change}
-    if path == "responses":
-        body = {"model": "any", "input": "hi", **change}
+    if path in ("responses", "completions"):
+        body = {"model": "any", "input" if path == "responses" else "prompt": "hi", **change}
     async with (
         served(endpoint) as (url, key),
         aiohttp.ClientSession(headers={"x-api-key": key}) as session,
@@ -521,6 +525,18 @@ async def test_a_forced_answer_is_read_in_each_dialect(path: str, change: dict[s
         assert (call.must_call, json.loads(call.schema or "")) == ((), wanted)
 
 
+async def test_null_asks_for_nothing() -> None:
+    """SDKs write out what was left to its default."""
+    endpoint = Scripted(TEXT)
+    nulls = dict.fromkeys(("max_completion_tokens", "stream", "stop", "tools", "parallel_tool_calls", "stream_options"))
+    async with served(endpoint) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+        body = {"messages": [HELLO], "max_tokens": 7, **nulls}
+        async with session.post(f"{url}/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+    (call,) = endpoint.calls
+    assert (call.max_tokens, call.one_call, call.stream) == (7, False, False)
+
+
 CHAT = "chat/completions"
 BY_FIELD: list[tuple[str, dict[str, Any], str | None]] = [
     ("messages", {"output_format": {"type": "json_schema", "schema": {}}}, "use output_config.format"),
@@ -577,6 +593,48 @@ async def test_a_field_that_changes_the_answer_is_served_or_refused(
     assert (name in call.asked) == (name in ("thinking", "min_p"))
 
 
+NESTED: list[tuple[str, dict[str, Any], Any]] = [
+    ("messages", {"output_config": {"effort": "low"}}, {"output_config.effort": "low"}),
+    ("messages", {"output_config": {"effort": None}}, ()),
+    ("messages", {"output_config": {"style": "x"}}, "output_config.style: this field is unknown"),
+    ("messages", {"output_config": 3}, "output_config: expected an object"),
+    ("messages", {"tools": [{**THEIRS["tools"][0], "cache_control": {}, "odd": 1}]}, ("tools[].cache_", "tools[].odd")),
+    ("messages", {"tools": [{**THEIRS["tools"][0], "input_examples": [{"a": 1}]}]}, "write them into the description"),
+    ("messages", {"tools": [{**THEIRS["tools"][0], "allowed_callers": ["direct"], "defer_loading": False}]}, ()),
+    ("messages", {"messages": [{"role": "user", "content": [
+        {"type": "tool_result", "tool_use_id": "c", "content": "no", "is_error": True}]}]}, ("messages[].is_error",)),
+    ("responses", {"text": {"verbosity": "low", "x_mine": 1}}, ("text.verbosity", "text.x_mine")),
+    ("responses", {"text": {"form": {}}}, "text.form: this field is unknown"),
+    ("responses", {"text": []}, "text: expected an object"),
+    ("responses", {"tools": [{**FLAT["tools"][0], "defer_loading": True}]}, "tools[].defer_loading: True is not"),
+    (CHAT, {"stream_options": {"include_obfuscation": False}}, ("stream_options.include_ob",)),
+    (CHAT, {"stream_options": {"continuous_usage_stats": True}}, "a stream ends with the token counts"),
+    (CHAT, {"messages": [{**HELLO, "name": "Ann"}]}, ("messages[].name",)),
+    (CHAT, {"messages": [HELLO, {"role": "tool", "content": "", "name": "add"}]}, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "change", "wanted"), NESTED, ids=[f"{p} {json.dumps(c)[:60]}" for p, c, _ in NESTED])
+async def test_a_field_of_a_field_is_served_counted_or_refused(path: str, change: dict[str, Any], wanted: Any) -> None:
+    """wanted: a part of the refusal, what is recorded, or how the names of what is ignored begin."""
+    endpoint = Scripted(TEXT)
+    body = {"input": "hi", **change} if path == "responses" else {"messages": [HELLO], "max_tokens": 5, **change}
+    async with (
+        served(endpoint) as (url, key),
+        aiohttp.ClientSession(headers={"x-api-key": key}) as session,
+        session.post(f"{url}/v1/{path}", json=body) as response,
+    ):
+        found = await response.json()
+    if isinstance(wanted, str):
+        assert (response.status, wanted in found["error"]["message"]) == (400, True), found
+        return
+    assert response.status == 200, found
+    (call,) = endpoint.calls
+    assert call.asked == (wanted if isinstance(wanted, dict) else {})
+    begun = () if isinstance(wanted, dict) else wanted
+    assert [name.startswith(one) for name, one in zip(call.ignored, begun, strict=True)] == [True] * len(begun)
+
+
 async def test_a_strict_tool_is_counted_and_a_legacy_call_is_a_call() -> None:
     endpoint = Scripted(TEXT)
     strict = {"type": "function", "function": {"name": "add", "strict": True, "parameters": SCHEMA}}
@@ -608,6 +666,31 @@ async def test_a_reference_to_an_item_stands_for_the_item(stream: bool) -> None:
     assert len(found.output) == 4
     assert endpoint.calls[1].messages == endpoint.calls[2].messages
     assert len(endpoint.calls[2].messages[1]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("path", ["responses", "responses/input_tokens"])
+async def test_what_a_body_names_counts_as_what_it_holds(path: str) -> None:
+    """A few bytes may stand for a whole conversation, as often as they are written."""
+    endpoint = Scripted({"role": "assistant", "content": "a" * 30_000})
+    endpoint.context, endpoint.images = 1000, False
+    item = {"type": "item_reference", "id": "msg_t-1"}
+    async with served(endpoint) as (url, key), aiohttp.ClientSession(headers={"x-api-key": key}) as session:
+
+        async def asked(path: str, **body: Any) -> tuple[int, str]:
+            async with session.post(f"{url}/v1/{path}", json=body) as response:
+                return response.status, ((await response.json()).get("error") or {}).get("message", "")
+
+        assert await asked("responses", input="hi") == (200, "")
+        assert (await asked(path, input=[HELLO, item, HELLO]))[0] == 200
+        assert (await asked(path, previous_response_id="resp_t-1", input="so?"))[0] == 200
+        calls = len(endpoint.calls)
+        for body in (
+            {"input": [HELLO, item, HELLO, item, HELLO]}, {"previous_response_id": "resp_t-1", "input": [item, HELLO]},
+        ):  # fmt: skip
+            status, why = await asked(path, **body)
+            assert (status, "characters are longer than any conversation of 1000 tokens" in why) == (400, True), why
+    assert len(endpoint.calls) == calls
+    assert [call.size > 30_000 for call in endpoint.calls] == [False, True, True][: len(endpoint.calls)]
 
 
 GARBAGE = [b"", b"\xff\x00", b"[1]", b"null", b"{", b'{"messages": ' + b"[" * 100_000]

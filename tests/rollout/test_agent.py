@@ -35,7 +35,7 @@ from agentrl.plugins.types import InfrastructureError, Session, Task, ToolRespon
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection, host_and_port
 from agentrl.recipe.sections.rollout import RolloutSection
-from agentrl.rollout.agent import AgentDriver, Rollout
+from agentrl.rollout.agent import AgentDriver, AgentRequest, Rollout
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.player import gateway_of
 from agentrl.rollout.trajectory_file import conversations, record, row
@@ -290,6 +290,21 @@ async def test_a_prompt_as_it_stands_is_sampled_and_trained_like_any() -> None:
     assert [text.count("<0>") for text in texts(found)] == [2, 2, 1, 1]
     assert texts(found)[0] == f"<2>Saya1{said}<0><2>ona2a3{said}<0>"
     assert found.turns[1].end == found.turns[2].start
+
+
+async def test_a_prompt_does_not_read_what_it_does_not_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    decode = CharChat.decode
+    monkeypatch.setattr(CharChat, "decode", lambda chat, ids: read.append(len(ids)) or decode(chat, ids))
+
+    async def solve(task: Task, client: AgentClient) -> None:
+        await completed(client, "text " * 1000)
+        await completed(client, [66] * 5000)
+        read.clear()
+        await completed(client, "another")
+        assert max(read) < 100
+
+    assert (await played(solve)).failure is None
 
 
 @pytest.mark.parametrize(("prompt", "why"), [([1 << 30], "no token id"), ("", "prompt: expected a text")])
@@ -637,11 +652,20 @@ for n in range(1500):
 os.chdir(here)
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 open("child", "w").write(str(child.pid))
-if sys.argv[2]: os.kill(os.getppid(), getattr(signal, sys.argv[2]))
+supervisor, keeper = os.getppid(), os.getpgrp()
+exec(sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("kills", ["", "SIGKILL", "SIGSTOP"])
+KILLS = {
+    "nobody": "", "its supervisor": "os.kill(supervisor, signal.SIGKILL)",
+    "its supervisor, by a stop": "os.kill(supervisor, signal.SIGSTOP)",
+    "its group": "os.killpg(0, signal.SIGKILL)",
+    "both": "os.kill(keeper, signal.SIGKILL); os.kill(supervisor, signal.SIGKILL)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kills", KILLS.values(), ids=KILLS)
 async def test_what_a_hostile_program_leaves_is_removed(tmp_path: Path, kills: str) -> None:
     """It attacks its supervisor, and what a folder is removed by; nobody waits for its pipes."""
     (tmp_path / "kept").touch()
@@ -940,7 +964,8 @@ async def test_an_answer_that_nobody_received_is_not_trained() -> None:
 
 
 async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the loop is laid out what is short, and what goes on from an answer, however long the history is."""
+    """In the loop is laid out what is short, and what goes on from an answer, however long the history is;
+    many messages are long, however little each says."""
     where: list[bool] = []
 
     def noted(name: str) -> None:
@@ -956,6 +981,7 @@ async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pyte
     noted("bridge")
 
     async def solve(task: Task, client: AgentClient) -> None:
+        await said(client, [user("")] * 300)
         talk: list[Any] = [user("short")]
         talk.append(await said(client, talk))
         talk.append(user("long " * 10_000))
@@ -965,7 +991,7 @@ async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pyte
         await said(client, [user("changed"), *talk[1:]])
 
     await played(solve, by_count())
-    assert where == [True, False, True, *[False] * 3]
+    assert where == [False, True, False, True, *[False] * 3]
 
 
 async def test_what_is_kept_of_bodies_does_not_grow_with_what_they_hold_besides() -> None:
@@ -1009,6 +1035,20 @@ async def test_a_key_of_the_clients_own_joins_what_it_sends_again() -> None:
     found = await played(solve, by_count(), max_calls=100)
     assert found.extra["gateway"]["retries"] == 1
     assert len(found.turns) == 3 + 70 + 1
+
+
+async def test_the_prompt_of_a_call_that_was_refused_is_not_kept() -> None:
+    async with driving(lambda task, client: None, by_count(), max_tokens=100) as (driver, _):
+        request = driver.request(TASK, 0)
+        assert isinstance(request, AgentRequest)
+        rollout = Rollout(driver, request)
+        for text in ("long " * 500, "short"):
+            answered = asyncio.create_task(rollout.complete(Call((user(text),)), Origin(text.encode())))  # type: ignore[arg-type]
+            await asyncio.wait({answered})
+            assert (answered.exception() is None) == (text == "short")
+        first, second = request.tree.nodes
+        assert first.given.ids == []
+        assert request.tree.tokens == second.end < 100
 
 
 async def test_a_call_that_failed_is_not_joined() -> None:
@@ -1168,11 +1208,12 @@ async def test_a_turn_of_which_one_call_was_asked_for_ends_with_its_first_call()
     assert found.extra["gateway"]["forks"] == 0
 
 
-async def test_what_is_ignored_is_counted_by_name() -> None:
+async def test_what_is_ignored_is_counted_by_name_and_what_is_asked_for_is_kept() -> None:
     async def solve(task: Task, client: AgentClient) -> None:
-        await said(client, [user("one")], user="me", metadata={}, x_mine=1, store=None)
+        await said(client, [user("one")], user="me", metadata={}, x_mine=1, store=None, temperature=0.3)
         await said(client, [user("two")], user="me")
 
     found = await played(solve, by_count())
     assert found.extra["gateway"]["ignored"] == 4
     assert found.extra["ignored_fields"] == {"metadata": 1, "user": 2, "x_mine": 1}
+    assert [turn.asked for turn in found.turns] == [{"temperature": 0.3}, {}]

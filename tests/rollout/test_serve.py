@@ -312,6 +312,8 @@ BROKEN = [
     CHUNKED + b"\r\n1\r\n{\r\n" + LATER + b"zz\r\n",
     b"POST /v1/messages HTTP/1.1\r\nHost: h\r\nx-api-key: mine\r\nContent-Length: 9\r\n\r\n{",
     b"POST /v1/messages HTTP/1.1\r\nHost: h\r\nx-api-key: \xe9\xff\r\nContent-Length: 2\r\n\r\n{}",
+    b"POST /nothing HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n" + LATER + b"zz\r\n",
+    b"POST /nothing HTTP/1.1\r\nHost: h\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
     b"GET http://[ HTTP/1.1\r\nHost: h\r\n\r\n", b"GET /v1/models HTTP/1.1\r\nHost: \xe9\r\n\r\n",
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
 """The server of the page: who may read what, and the command that starts it."""
 
+import asyncio
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -131,9 +132,29 @@ def test_a_port_that_is_taken_and_a_folder_that_holds_no_run_are_one_line(
     ]
 
 
-async def test_it_listens_on_this_machine_alone(folder: Path) -> None:
-    import asyncio
+BROKEN = [
+    b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\nHost: localhost\r\nNo Header\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Encoding: gzip\r\nContent-Length: 3\r\n\r\nabc",
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\nzz\r\n",
+]  # fmt: skip
 
+
+async def test_what_is_no_http_prints_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(serve(Shown([RunStore(folder, "run")], token=TOKEN), 0, opened.set_result))
+    port = URL(await opened).port
+    for data in BROKEN:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        async with asyncio.timeout(60):
+            assert b" 40" in await reader.read(12)
+        writer.close()
+    task.cancel()
+    await asyncio.wait([task])
+    assert not caplog.records
+
+
+async def test_it_listens_on_this_machine_alone(folder: Path) -> None:
     opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(serve(Shown([RunStore(folder, "run")], token=TOKEN), 0, opened.set_result))
     address = await opened

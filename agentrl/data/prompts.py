@@ -11,7 +11,7 @@ from time import monotonic
 
 from agentrl.chat.base import Chat, Measuring, Opening, Seeing
 from agentrl.data.sampler import TaskSampler
-from agentrl.errors import UserError, contained, describe
+from agentrl.errors import UserError, check_settings, contained, describe, torch_settings
 from agentrl.images import STORE, ImageError, check_count, hashes, in_image_thread, sized
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
@@ -190,9 +190,11 @@ async def _opening(env: Environment, task: Task) -> Sequence[Message] | ImageErr
     else or takes too long."""
     session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
     messages: Sequence[Message] | ImageError = ()
+    settings = torch_settings()
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             messages = await env.create(session, **task.create_kwargs)
+        check_settings(settings)
     except ImageError as error:
         messages = error
     except BaseException as error:  # noqa: BLE001 - said and counted when its requests fail alike
@@ -203,8 +205,10 @@ async def _opening(env: Environment, task: Task) -> Sequence[Message] | ImageErr
 
 
 async def _release(env: Environment, session: Session) -> None:
+    settings = torch_settings()
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             await env.release(session)
+        check_settings(settings)
     except BaseException as error:  # noqa: BLE001 - one environment's release must not end the run
         _log.warning("%s: %s.release: %s", session.id, env.name, describe(contained(error)))

@@ -18,7 +18,16 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from agentrl.errors import PlainError, UserError, contained, describe, nearest
+from agentrl.errors import (
+    PlainError,
+    StateChangedError,
+    UserError,
+    check_settings,
+    contained,
+    describe,
+    nearest,
+    torch_settings,
+)
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.tool import Tool, ToolSource
@@ -103,8 +112,10 @@ def load_path(path: str, what: str, distribution: str = "") -> Any:
     UserError, which names the extra where a package is missing. distribution: whose extra that is."""
     module, _, attribute = path.partition(":")
     attribute, _, extra = map(str.strip, attribute.rstrip("] ").partition("["))
+    settings = torch_settings()
     try:
         value: Any = import_module(module.strip())
+        check_settings(settings)
     except (Exception, SystemExit) as error:  # the boundary: a module may raise anything
         missing = isinstance(error, ModuleNotFoundError) and extra and distribution
         hint = f": pip install '{distribution}[{extra}]'" if missing else ""
@@ -221,8 +232,10 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
     """`env.tasks(split)`, each task checked as it is asked for. Raises UserError, whatever the environment
     raises, then too: nothing can be done without its tasks."""
     what = f"environment {env.name!r}: tasks({split!r})"
+    settings = torch_settings()
     try:
         given = env.tasks(split)
+        check_settings(settings)
         if isinstance(given, CoroutineType):
             given.close()
         if not isinstance(given, Sized) or isinstance(given, Mapping | str | Set):
@@ -249,8 +262,10 @@ class _Tasks(LazyTasks):
         self._places: dict[str, int] = {}  # of the ids that were seen
 
     def _task(self, index: int) -> Task:
+        settings = torch_settings()
         try:
             task = self._tasks[index]
+            check_settings(settings)
         except UserError:
             raise
         except BaseException as error:  # the boundary: an environment may raise anything
@@ -285,8 +300,13 @@ def construct(maker: Callable[..., object], args: Mapping[str, Json], where: str
     """
     typed = _checked(maker, args, where)
     name = getattr(maker, "__name__", str(maker))
+    settings = torch_settings()
     try:
-        return maker(**typed)
+        made = maker(**typed)
+        check_settings(settings)
+        return made
+    except StateChangedError as error:
+        raise UserError(f"{where}: {name}: {error}") from error
     except PlainError:
         raise
     except (TypeError, ValueError) as error:

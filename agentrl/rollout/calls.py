@@ -10,17 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn, Seeing
-from agentrl.errors import contained, describe, message_of, nearest
+from agentrl.errors import StateChangedError, contained, describe, message_of, nearest
 from agentrl.images import STORE, ImageError, hashes, in_image_thread
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Converse, InfrastructureError, Json, Message, ToolKwargs, ToolResponse
 from agentrl.recipe.sections.rollout import RolloutSection
-from agentrl.rollout.deadline import (
-    CancelledFromWithinError,
-    DeadlineExceededError,
-    DeadlineTimer,
-    StateChangedError,
-)
+from agentrl.rollout.deadline import CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.rollout.hooks import finite
 from agentrl.rollout.request import AsyncRolloutRequest, Conversation
 from agentrl.secrets import without_known

@@ -6,6 +6,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 from chat_help import CALCULATOR, DIFFICULT, HERMES, SENTENCES, make_tokenizer, trl_templates
 from fakes import TASK, CharChat, Echo
 
@@ -29,6 +30,9 @@ class Plain(Environment):
     async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
         if self.failing == "create":
             raise RuntimeError("no room")
+        if self.failing == "settings":
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
         return [{"role": "user", "content": "How many?"}]
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> float:
@@ -40,13 +44,14 @@ class Plain(Environment):
             raise RuntimeError("stuck")
 
 
-@pytest.mark.parametrize("failing", ["", "create", "release"])
+@pytest.mark.parametrize("failing", ["", "create", "settings", "release"])
 async def test_every_opening_is_released_and_no_hook_ends_the_run(failing: str) -> None:
     env, chat = Plain(failing), CharChat()
     found = await measure_prompts(env, [], chat, [TASK, TASK], limit=100)
     whole = len(chat.render([{"role": "user", "content": "How many?"}], []))
     assert found.lengths == ((0, 0) if failing == "create" else (whole, whole))
     assert env.released == 2
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
 
 
 def _talks() -> list[list[Message]]:

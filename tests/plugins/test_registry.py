@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from fakes import TASK
 from pydantic import BaseModel
 
 from agentrl import Environment, Reward, Sample, Task, Tool, UserError
 from agentrl.cli.main import run
+from agentrl.errors import call_plugin
 from agentrl.plugins.environment import LazyTasks
-from agentrl.plugins.registry import find, installed, load, make_environment, make_tool
+from agentrl.plugins.registry import find, installed, load, make_environment, make_tool, tasks_of
 from agentrl.plugins.reward import make_reward
 from agentrl.recipe.sections.env import EnvSection, RewardSection, ToolSection
 
@@ -278,6 +281,7 @@ def test_a_name_that_two_distributions_offer(plugins, distribution):
         ("def broken(:", "SyntaxError"),
         ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import torch; torch.set_grad_enabled(False)", "it changed torch.set_grad_enabled for the whole process"),
         ("from agentrl import tool\n@tool\ndef f(x): 'Doc.'", "parameter 'x' has no type annotation"),
         ("", "has no 'thing'"),
     ],
@@ -341,6 +345,45 @@ def test_a_task_that_cannot_be_had_is_one_line(command, name, words, tmp_path, c
         words if command[0] != "try" or name not in LAZY else words.replace("task 0", "task 1").replace("id 0", "id 1")
     )
     assert re.fullmatch(rf"error: environment '{name}': {words}( \(\w+.py:\d+\))?\n", capsys.readouterr().err)
+
+
+class Unsettling(Failing):
+    def __init__(self, source: str = "generated", name: str = "constructor") -> None:
+        self.name = name
+        if name == "constructor":
+            torch.set_grad_enabled(False)
+
+    def tasks(self, split):
+        if self.name == "tasks":
+            torch.set_default_dtype(torch.float64)
+        return LazyTasks(2, self.task)
+
+    def task(self, index):
+        torch.set_default_dtype(torch.float64)
+        return Task(f"t{index}", {})
+
+    def solved(self, rewards, task):
+        torch.set_grad_enabled(False)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("name", "do", "words"),
+    [
+        ("constructor", lambda env: env, r"env.args: Unsettling: it changed torch.set_grad_enabled for the whole"),
+        ("tasks", lambda env: tasks_of(env, "train"), r"tasks\('train'\) failed: it changed torch.set_default_dtype"),
+        (
+            "task",
+            lambda env: tasks_of(env, "train")[1],
+            r"task 1 of 'train' failed: it changed torch.set_default_dtype",
+        ),
+        ("solved", lambda env: call_plugin("mine", env.solved, {}, TASK), r"^mine: it changed torch.set_grad_enabled"),
+    ],
+)
+def test_whoever_changes_a_setting_of_torch_is_named_and_it_is_set_back(name, do, words):
+    with pytest.raises(UserError, match=words):
+        do(make_environment(EnvSection(name=f"{__name__}:Unsettling", args={"name": name})))
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
 
 
 def rows() -> list[dict[str, str]]:

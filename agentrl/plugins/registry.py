@@ -207,8 +207,12 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
         )
     environment = construct(made, given, f"{where}args")
     if not isinstance(environment, Environment):
-        raise UserError(f"environment {section.name!r} is {_type_of(environment)}; expected an Environment class")
+        kind = "nothing" if environment is None else type(environment).__name__
+        raise UserError(f"environment {section.name!r} returned {kind}, not an Environment; name an Environment class")
     check_named(environment, f"environment {section.name!r}")
+    splits = environment.splits
+    if isinstance(splits, str) or not isinstance(splits, Sequence) or not all(isinstance(one, str) for one in splits):
+        raise UserError(f"environment {section.name!r}: `splits` is {splits!r:.60}; expected a tuple of texts")
     return environment
 
 

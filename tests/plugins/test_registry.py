@@ -395,6 +395,33 @@ def test_a_plain_function_is_no_environment():
         make_environment(EnvSection(name=f"{__name__}:rows"))
 
 
+class Lettered(Environment):
+    name = "lettered"
+    splits = "test"
+
+    def __init__(self, source: str | None = None) -> None:
+        pass
+
+    tasks = create = calc_reward = None  # never asked
+
+
+def sourced(source):
+    return rows()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sourced", r"sourced' returned list, not an Environment; name an Environment class"),
+        ("Lettered", r"Lettered': `splits` is 'test'; expected a tuple of texts"),
+    ],
+)
+def test_what_is_nearly_an_environment_is_one_line(name, words):
+    """`splits = "test"` was four held-out splits of a letter each."""
+    with pytest.raises(UserError, match=words):
+        make_environment(EnvSection(name=f"{__name__}:{name}"))
+
+
 def test_an_environment_without_a_name_is_one_line():
     with pytest.raises(UserError, match=rf"^environment '{__name__}:Failing': its class sets no `name`$"):
         make_environment(EnvSection(name=f"{__name__}:Failing"))

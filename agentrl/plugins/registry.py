@@ -22,6 +22,7 @@ from agentrl.errors import (
     PlainError,
     StateChangedError,
     UserError,
+    call_plugin,
     check_settings,
     contained,
     describe,
@@ -206,14 +207,25 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
             "class, or a function that makes one (rows and a reward are the environment 'dataset')"
         )
     environment = construct(made, given, f"{where}args")
+    if isinstance(environment, CoroutineType):
+        environment.close()
     if not isinstance(environment, Environment):
         kind = "nothing" if environment is None else type(environment).__name__
         raise UserError(f"environment {section.name!r} returned {kind}, not an Environment; name an Environment class")
-    check_named(environment, f"environment {section.name!r}")
+    _check_environment(environment, f"environment {section.name!r}")
+    return environment
+
+
+def _check_environment(environment: Environment, what: str) -> None:
+    """Raise UserError where its name, its splits or its tools are of another kind than their type says."""
+    check_named(environment, what)
     splits = environment.splits
     if isinstance(splits, str) or not isinstance(splits, Sequence) or not all(isinstance(one, str) for one in splits):
-        raise UserError(f"environment {section.name!r}: `splits` is {splits!r:.60}; expected a tuple of texts")
-    return environment
+        raise UserError(f"{what}: `splits` is {splits!r:.60}; expected a tuple of texts")
+    tools = call_plugin(f"{what}: `tools`", environment.tools)
+    if not isinstance(tools, Sequence) or (wrong := [one for one in tools if not isinstance(one, Tool)]):
+        given = type(wrong[0]).__name__ if isinstance(tools, Sequence) else type(tools).__name__
+        raise UserError(f"{what}: `tools` returned {given}; expected a sequence of Tool objects")
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:

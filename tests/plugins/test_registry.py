@@ -405,7 +405,28 @@ class Lettered(Environment):
     tasks = create = calc_reward = None  # never asked
 
 
+class Toolless(Lettered):
+    splits = ("test",)
+
+    def tools(self):
+        return None
+
+
+class Mistooled(Toolless):
+    def tools(self):
+        return [rows]
+
+
+class Untooled(Toolless):
+    def tools(self):
+        raise OSError("the shed\nis locked")
+
+
 def sourced(source):
+    return rows()
+
+
+async def awaited(source):
     return rows()
 
 
@@ -413,6 +434,10 @@ def sourced(source):
     ("name", "words"),
     [
         ("sourced", r"sourced' returned list, not an Environment; name an Environment class"),
+        ("awaited", r"awaited' returned coroutine, not an Environment; name an Environment class"),
+        ("Toolless", r"Toolless': `tools` returned NoneType; expected a sequence of Tool objects"),
+        ("Mistooled", r"Mistooled': `tools` returned function; expected a sequence of Tool objects"),
+        ("Untooled", r"Untooled': `tools` raised OSError: the shed is locked"),
         ("Lettered", r"Lettered': `splits` is 'test'; expected a tuple of texts"),
     ],
 )

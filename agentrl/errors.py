@@ -106,24 +106,30 @@ def call_plugin(whose: str, function: Callable[..., T], *arguments: Any) -> T:
     return result
 
 
-def torch_settings() -> tuple[Any, bool] | None:
-    """Torch's default type, and whether gradients are computed; None where torch is not in use."""
+def torch_settings() -> tuple[Any, bool, str] | None:
+    """Torch's default type, whether gradients are computed, and its default device; None where torch is not in use."""
     torch = sys.modules.get("torch")
-    return None if torch is None else (torch.get_default_dtype(), torch.is_grad_enabled())
+    if torch is None:
+        return None
+    return torch.get_default_dtype(), torch.is_grad_enabled(), str(torch.get_default_device())
 
 
-def check_settings(before: tuple[Any, bool] | None) -> None:
+def check_settings(before: tuple[Any, bool, str] | None) -> None:
     """Set back what a plugin's code has changed of `torch_settings` since. Raises StateChangedError where it did."""
     now = torch_settings()
     if now is None or now == before:
         return
     import torch
 
-    dtype, gradients = before or (torch.float32, True)
+    wanted = before or (torch.float32, True, "cpu")
+    dtype, gradients, device = wanted
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(gradients)
-    if now != (dtype, gradients):
-        what = "torch.set_default_dtype" if now[0] != dtype else "torch.set_grad_enabled"
+    if now[2] != device:
+        torch.set_default_device(None if device == "cpu" else device)
+    if now != wanted:
+        names = ("torch.set_default_dtype", "torch.set_grad_enabled", "torch.set_default_device")
+        what = next(name for name, is_, was in zip(names, now, wanted, strict=True) if is_ != was)
         raise StateChangedError(f"it changed {what} for the whole process, and did not set it back")
 
 

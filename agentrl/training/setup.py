@@ -285,7 +285,7 @@ def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Json], dict[str,
     before, sampler = (saved.extra.get(name) for name in ("before", "sampler"))
     if not isinstance(before, dict) or not all(map(_is_accuracy, before.values())):
         raise saved.damaged("`before` in its state.json is not a mapping of accuracies")
-    listed = [sampler.get(name, []) for name in ("outstanding", "left_out")] if isinstance(sampler, dict) else [None]
+    listed = [sampler.get(name, []) for name in ("outstanding", "left_out")] if isinstance(sampler, dict) else []
     if not isinstance(sampler, dict) or not all(isinstance(found, list) for found in listed):
         raise saved.damaged("`sampler` in its state.json is not a position among the tasks")
     counts = [sampler.get("epoch"), sampler.get("position"), *chain(*listed)]

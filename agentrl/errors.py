@@ -7,6 +7,7 @@ UserError, and `describe` into one line; exceptions raised by a real Ctrl-C or a
 import difflib
 import re
 import signal
+import sys
 import sysconfig
 import threading
 import traceback
@@ -43,6 +44,10 @@ class UserError(PlainError):
 class InfrastructureError(PlainError):
     """A plugin cannot do its work for reasons that are not the model's: a server is down, a sandbox is lost. The
     request becomes FAILED, and is tried again; the model is told nothing."""
+
+
+class StateChangedError(PlainError):
+    """A plugin's code changed a setting of torch that the whole process has. It is set back."""
 
 
 class PluginExitError(Exception):
@@ -85,8 +90,10 @@ def call_plugin(owner: str, function: Callable[..., T], *arguments: Any) -> T:
     Raises UserError for every exception of it, including SystemExit: whose function, what it raised, and where.
     Exceptions from signal handlers and out-of-memory errors, which are handled elsewhere, are raised unchanged.
     """
+    settings = torch_settings()
     try:
         result = function(*arguments)
+        check_settings(settings)
     except BaseException as error:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or from_signal(error):
             raise
@@ -97,6 +104,33 @@ def call_plugin(owner: str, function: Callable[..., T], *arguments: Any) -> T:
     if isinstance(result, CoroutineType):
         result.close()
     return result
+
+
+def torch_settings() -> tuple[Any, bool, str] | None:
+    """Torch's default type, whether gradients are computed, and its default device; None where torch is not in use."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    return torch.get_default_dtype(), torch.is_grad_enabled(), str(torch.get_default_device())
+
+
+def check_settings(before: tuple[Any, bool, str] | None) -> None:
+    """Set back what a plugin's code has changed of `torch_settings` since. Raises StateChangedError where it did."""
+    now = torch_settings()
+    if now is None or now == before:
+        return
+    import torch
+
+    wanted = before or (torch.float32, True, "cpu")
+    dtype, gradients, device = wanted
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(gradients)
+    if now[2] != device:
+        torch.set_default_device(None if device == "cpu" else device)
+    if now != wanted:
+        names = ("torch.set_default_dtype", "torch.set_grad_enabled", "torch.set_default_device")
+        what = next(name for name, is_, was in zip(names, now, wanted, strict=True) if is_ != was)
+        raise StateChangedError(f"it changed {what} for the whole process, and did not set it back")
 
 
 def from_signal(error: BaseException) -> bool:

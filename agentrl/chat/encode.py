@@ -1,12 +1,12 @@
 """Text to ids and back, with the text of contents kept plain: no content can write a token that ends a turn."""
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 from agentrl.errors import UserError
+from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 
 _SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and broken in two in any other
@@ -35,9 +35,9 @@ class Encoder:
                 f"the tokenizer {type(tokenizer).__name__} of {getattr(tokenizer, 'name_or_path', '?')!r} has no fast "
                 "backend (tokenizer.json): convert it to a fast tokenizer first"
             )
-        spec = json.loads(backend.to_str())
+        spec = loads(backend.to_str())
         spec["truncation"] = spec["padding"] = None
-        self._full = Tokenizer.from_str(json.dumps(spec))
+        self._full = Tokenizer.from_str(dumps(spec))
         structural = [
             t for t in spec["added_tokens"] if t["special"] or (t["content"].strip() and t["content"] in source)
         ]
@@ -141,7 +141,7 @@ class Encoder:
     @cached_property
     def byte_ids(self) -> frozenset[int]:
         """Ids that are single bytes (`<0x0A>`), which the decoder joins: one can undo what those before it spell."""
-        if "ByteFallback" not in json.dumps(json.loads(self._full.to_str())["decoder"]):
+        if "ByteFallback" not in dumps(loads(self._full.to_str())["decoder"]):
             return frozenset()
         ids = (self._full.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         return frozenset(i for i in ids if i is not None)
@@ -226,7 +226,7 @@ class Marks:
             if mark is None:
                 raise UserError("the messages hold every character that has no meaning, and special tokens besides")
             self._marks[token] = mark
-            self._tokens[mark], self._tokens[json.dumps(mark)[1:-1]] = token, json.dumps(token)[1:-1]
+            self._tokens[mark], self._tokens[dumps(mark)[1:-1]] = token, dumps(token)[1:-1]
         return mark
 
     def restored(self, text: str) -> str:
@@ -264,7 +264,7 @@ def _without(spec: dict[str, Json], structural: frozenset[str]) -> tuple[Any, di
     from tokenizers import Tokenizer
 
     kept = [t for t in spec["added_tokens"] if t["content"] not in structural]
-    plain = Tokenizer.from_str(json.dumps({**spec, "added_tokens": kept}))
+    plain = Tokenizer.from_str(dumps({**spec, "added_tokens": kept}))
     moved = ((plain.token_to_id(t["content"]), t["id"]) for t in kept)
     return plain, {now: true for now, true in moved if now is not None and now != true}
 

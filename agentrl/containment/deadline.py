@@ -7,13 +7,12 @@ moves later costs nothing: the timer that is set fires, sees that it came early 
 import asyncio
 import logging
 import math
-import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl.errors import PlainError, contained
+from agentrl.errors import PlainError, check_settings, contained, torch_settings
 
 GRACE = 2.0
 """Seconds between asking work to end and cancelling it, and between one cancellation and the next."""
@@ -39,28 +38,6 @@ class CancelledFromWithinError(PlainError):
 
     def __init__(self) -> None:
         super().__init__("it cancelled the task that it runs in, which is not its own (a cancel scope left open?)")
-
-
-class StateChangedError(PlainError):
-    """The awaited work changed a setting of torch that the whole process has. It is set back."""
-
-
-def _settings() -> tuple[Any, bool] | None:
-    """Torch's default type, and whether gradients are computed; None where torch is not in use."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else (torch.get_default_dtype(), torch.is_grad_enabled())
-
-
-def _check_settings(before: tuple[Any, bool] | None) -> None:
-    """Set back what changed since. Raises StateChangedError where something did."""
-    if before is None or (now := _settings()) == before:
-        return
-    import torch
-
-    torch.set_default_dtype(before[0])
-    torch.set_grad_enabled(before[1])
-    what = "torch.set_default_dtype" if now is None or now[0] != before[0] else "torch.set_grad_enabled"
-    raise StateChangedError(f"it changed {what} for the whole process, and did not set it back")
 
 
 @dataclass(slots=True, eq=False)
@@ -132,11 +109,11 @@ class DeadlineTimer:
         self._cancels, self._base = 0, self._task.cancelling()
         if when < self._armed:
             self._arm(when)
-        settings = _settings()
+        settings = torch_settings()
         try:
             try:
                 result = await work
-                _check_settings(settings)
+                check_settings(settings)
             finally:
                 self._when = math.inf
         except asyncio.CancelledError as error:

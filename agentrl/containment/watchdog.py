@@ -10,7 +10,6 @@ program.
 import asyncio
 import ctypes
 import faulthandler
-import json
 import math
 import os
 import re
@@ -26,6 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple, Protocol
+
+from agentrl.jsonable import dumps, loads
 
 SECONDS = 30.0
 """Without a turn of the loop after which it is said."""
@@ -214,7 +215,7 @@ class Watchdog:
 
     def _arm(self, loop: int | None) -> None:
         """Have the process told, from now on, of `seconds` in which this thread does not run."""
-        words = json.dumps(self._ending.last_words if self._ending is not None else ())
+        words = dumps(self._ending.last_words if self._ending is not None else ())
         with suppress(BrokenPipeError):  # somebody ended the process: what is left is said all the same
             os.write(self._pipe, f"alive {loop or 0} {words}\n".encode())
         faulthandler.dump_traceback_later(self._seconds, file=self._pipe)
@@ -309,7 +310,7 @@ def _stopped() -> bool:
 
 def _kill(line: str, text: str) -> None:
     """Say what is left of the watched process's work, and kill it. text: the last that it wrote."""
-    command = json.loads(text.split("\n", 1)[0].split(" ", 2)[2])
+    command = loads(text.split("\n", 1)[0].split(" ", 2)[2])
     left = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip() if command else ""
     what = f"error: {line}; the process is killed" + (f"; {left}" if left else "")
     if os.getppid() != int(sys.argv[3]) or select.select([0], [], [], 0)[0]:

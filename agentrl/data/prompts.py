@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from time import monotonic
@@ -12,7 +12,7 @@ from time import monotonic
 from agentrl.chat.base import Chat, Measuring, Opening, Seeing
 from agentrl.containment.threads import in_thread
 from agentrl.data.sampler import TaskSampler
-from agentrl.errors import UserError, contained, describe
+from agentrl.errors import UserError, check_settings, contained, describe, torch_settings
 from agentrl.images import STORE, ImageError, check_count, hashes, in_image_thread, sized
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
@@ -59,12 +59,12 @@ class PromptLengths:
         return line + ": left out" if said else None
 
 
-async def drawn(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Sequence[Task], count: int) -> list[int]:
-    """The indices of the next `count` tasks whose images can be shown. Raises what `showable` raises."""
+async def drawn(sampler: TaskSampler, count: int, playable: Callable[[int], Awaitable[bool]]) -> list[int]:
+    """The indices of the next `count` tasks that can be played. Raises what `playable` raises."""
     found: list[int] = []
     while len(found) < count:
         new = sampler.draw(count - len(found))
-        shown = await asyncio.gather(*(showable(sampler, env, chat, tasks, index) for index in new))
+        shown = await asyncio.gather(*map(playable, new))
         found += [index for index, can in zip(new, shown, strict=True) if can]
     return found
 
@@ -74,11 +74,36 @@ async def showable(sampler: TaskSampler, env: Environment, chat: Chat, tasks: Se
     task is excluded, and that is said. Raises UserError: no task is left."""
     if not isinstance(chat, Seeing) or (why := await unseen(env, chat, task := tasks[index])) is None:
         return True
+    _leave_out(sampler, index, task, why)
+    return False
+
+
+async def fits(
+    sampler: TaskSampler,
+    tasks: Sequence[Task],
+    index: int,
+    measure: Callable[[Sequence[Task]], Awaitable[PromptLengths]],
+) -> bool:
+    """Whether the prompt of a task that an `Order` drew fits, which is measured once: which ones it draws, nobody knows
+    before. Where not, the task is excluded, and that is said. Raises UserError: no task is left."""
+    if index in sampler.fitting:
+        return True
+    found = await measure([tasks[index]])
+    if found.fitting:
+        sampler.fitting.add(index)
+        return True
+    long = f"its prompt has {found.lengths[0]} tokens, and {found.limit} fit (rollout.max_tokens)"
+    _leave_out(sampler, index, tasks[index], found.broken.get(0, long))
+    return False
+
+
+def _leave_out(sampler: TaskSampler, index: int, task: Task, why: str) -> None:
+    if index in sampler.excluded:  # it was drawn twice at the same time
+        return
     sampler.excluded |= {index}
     _log.warning("task %s is left out: %s", task.id, why)
     if len(sampler.excluded) >= sampler.size:
-        raise UserError(f"no task is left: the images of none can be shown (the last: {task.id}: {why})")
-    return False
+        raise UserError(f"no task is left that can be played (the last: {task.id}: {why})")
 
 
 async def unseen(env: Environment, chat: Chat, task: Task) -> str | None:
@@ -190,9 +215,11 @@ async def _opening(env: Environment, task: Task) -> Sequence[Message] | ImageErr
     else or takes too long."""
     session = Session(f"measure/{task.id}", task, random.Random(0), monotonic() + OPENING_SECONDS)
     messages: Sequence[Message] | ImageError = ()
+    settings = torch_settings()
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             messages = await env.create(session, **task.create_kwargs)
+        check_settings(settings)
     except ImageError as error:
         messages = error
     except BaseException as error:  # noqa: BLE001 - said and counted when its requests fail alike
@@ -203,8 +230,10 @@ async def _opening(env: Environment, task: Task) -> Sequence[Message] | ImageErr
 
 
 async def _release(env: Environment, session: Session) -> None:
+    settings = torch_settings()
     try:
         async with asyncio.timeout(OPENING_SECONDS):
             await env.release(session)
+        check_settings(settings)
     except BaseException as error:  # noqa: BLE001 - one environment's release must not end the run
         _log.warning("%s: %s.release: %s", session.id, env.name, describe(contained(error)))

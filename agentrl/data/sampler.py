@@ -47,6 +47,7 @@ class TaskSampler:
     position: int = 0
     """Number of indices of the epoch's order that are used up."""
     excluded: frozenset[int] = frozenset()
+    """Indices that are not drawn."""
     of_epoch: Callable[[int], Sequence[int]] | None = None
     """From the number of an epoch to its indices in their order. None: a shuffle."""
     order: Order | None = None
@@ -54,7 +55,9 @@ class TaskSampler:
     name: str = "shuffled"
     """The order, as the recipe names it."""
     keep: Callable[[int], bool] | None = None
-    """Asked once of each index as its turn comes, in an order of epochs; one that is not kept is passed over."""
+    """Asked once of each index as its turn comes; one that is not kept is passed over."""
+    fitting: set[int] = field(default_factory=set)
+    """Those that `order` drew whose prompts were measured, and fit."""
     _order: Sequence[int] | None = None
     _kept: dict[int, bool] = field(default_factory=dict)  # what `keep` said
     _drawn: bool = False  # whether the epoch had an index that is kept
@@ -97,10 +100,14 @@ class TaskSampler:
 
     def _choose(self, order: Order) -> int:
         number = self.epoch * self.size + self.position
-        index = call_plugin(self._owner, order.draw, number, self.excluded)
-        if not self._is_task(index) or index in self.excluded:
-            raise UserError(f"{self._owner} drew {index!r:.60}, which is no task that can be drawn")
-        return int(index)
+        while len(self.excluded) < self.size:
+            index = call_plugin(self._owner, order.draw, number, self.excluded)
+            if not self._is_task(index) or index in self.excluded:
+                raise UserError(f"{self._owner} drew {index!r:.60}, which is no task that can be drawn")
+            if self._keeps(int(index)):
+                return int(index)
+            self.excluded |= {int(index)}
+        raise UserError(f"{self._owner}: none of the {self.size} tasks is left to draw from")
 
     def _epoch_order(self) -> Sequence[int]:
         if self._order is None:
@@ -143,6 +150,7 @@ class TaskSampler:
         if self.order is not None:
             own = call_plugin(self._owner, self.order.state)
             found["order"] = call_plugin(f"{self._owner}: its state", lambda: loads(dumps(own)))
+            found["left_out"] = sorted(self.excluded)  # those that were drawn: what comes next depends on them
         return found
 
     def restore(self, state: Mapping[str, Json]) -> None:
@@ -150,6 +158,7 @@ class TaskSampler:
         UserError: what the order raises."""
         self.epoch, self.position, self._order = int(state["epoch"]), int(state["position"]), None
         self._drawn = self.position > 0
+        self.excluded |= frozenset(state.get("left_out", ()))
         if self.order is not None and "order" in state:
             call_plugin(self._owner, self.order.restore, state["order"])
 
@@ -170,17 +179,17 @@ def make_sampler(section: DataSection, tasks: Sequence[Task], seed: int) -> Task
 
 
 def restrict(sampler: TaskSampler, section: DataSection, tasks: Sequence[Task]) -> None:
-    """Have the sampler pass over the tasks that `data.filter` leaves out. An order of epochs asks of each task as its
-    turn comes, since tasks may take long to make; `data.epochs` wants their number, and an `Order` draws among all.
-    Raises UserError: which task it fails at, or that none is left."""
+    """Have the sampler pass over the tasks that `data.filter` leaves out. It is asked of each task as its turn comes,
+    since tasks may take long to make, of all under `data.epochs`, which wants their number. Raises UserError: which
+    task it fails at, or that none is left."""
     if section.filter is None:
         return
-    if sampler.order is not None or section.epochs is not None:
+    if section.epochs is not None:
         sampler.excluded = filtered(section, tasks)
         return
     sampler.keep = _filter_of(section.filter, tasks)
     try:
-        replace(sampler).draw(1)  # a mistake is said before anything is loaded
+        replace(sampler, order=None).draw(1)  # a mistake is said before anything is loaded
     except UserError:
         filtered(section, tasks)  # that none is left, where it is so
         raise

@@ -1,12 +1,12 @@
 """`Outcome`: what an evaluation needs to know of one sample, from memory or from disk."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.errors import UserError
+from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 from agentrl.rollout.trajectory_file import Row, read_records, read_rows
 from agentrl.trajectory import UNKNOWN, FinishReason, Group, Trajectory
@@ -100,7 +100,7 @@ class Outcome:
         lost = None if row["boundary"] is None else f"{row['boundary']}: {row['error'] or ''}"
         if lost is None and row["finish"] in (FinishReason.ERROR, FinishReason.ABORTED):
             lost = row["finish"]
-        data, extra = json.loads(row["task_data"]), json.loads(row["extra"])
+        data, extra = loads(row["task_data"]), loads(row["extra"])
         if not isinstance(data, dict) or None in (row["task"], row["group"], row["sample"], row["finish"]):
             raise ValueError("it lacks its task's data, or its place")
         if lost is None and row["solved"] is None:
@@ -169,7 +169,7 @@ def _of_lines(path: Path) -> list[Row]:
                 "tools": [use["name"] for use in record.get("tool_uses", [])],
                 "tool_uses": record.get("tool_uses", []),
                 "seconds": {"total": record.get("seconds", {}).get("total", 0.0)},
-                "task_data": json.dumps(record.get("data", {})),
+                "task_data": dumps(record.get("data", {})),
                 "extra": "{}",
             }
         )

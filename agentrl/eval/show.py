@@ -1,6 +1,5 @@
 """Output of evaluation results: a table on the terminal, and a JSON file."""
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from agentrl.errors import UserError
 from agentrl.eval.result import SplitResult
+from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
 from agentrl.terminal import terminal
 
@@ -101,7 +101,7 @@ def check_writable(path: str, option: str = "--json") -> None:
 def write_json(found: Told, path: str) -> None:
     """Write `found.json()` to `path`. Raises UserError if the file cannot be written."""
     try:
-        Path(path).write_text(json.dumps(found.json(), indent=2) + "\n")
+        Path(path).write_text(dumps(found.json(), indent=2) + "\n")
     except OSError as error:
         raise UserError(f"--json {path}: cannot be written: {error.strerror}") from error
 

@@ -33,6 +33,7 @@ from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.sft import RewardModelSection
 from agentrl.terminal import terminal
+from agentrl.weights.transports.shared_memory import expand_segments
 
 LINE_EVERY = 10  # steps, where no live bar can be shown
 Metrics = dict[str, float]
@@ -58,6 +59,7 @@ def train_reward_model(
     RunFolder.check_free(recipe.output)
     if recipe.train.threads:
         torch.set_num_threads(recipe.train.threads)
+    expand_segments(recipe)
     model, tokenizer = load_scorer(recipe.model, recipe.train.seed)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with console.status("reading pairs"):

@@ -6,7 +6,6 @@ any client of the OpenAI or Anthropic API, and calls tools itself. What it comes
 
 import asyncio
 import inspect
-import json
 import os
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ from agentrl.containment.process_tree import ProcessTree, remove_tree
 from agentrl.containment.program import ProgramSandbox
 from agentrl.containment.threads import Abandoned, DaemonThreads, in_thread
 from agentrl.errors import UserError
+from agentrl.jsonable import dumps
 from agentrl.plugins.registry import construct, load
 from agentrl.plugins.types import Json, Message, Task
 from agentrl.recipe.sections.agent import AgentSection
@@ -178,7 +178,7 @@ class ProgramAgent(Agent):
         folder, opening = outer / "work", outer / "task.json"
         folder.mkdir()
         given = {"id": task.id, "data": task.data, "messages": client.messages, "tools": client.tools}
-        opening.write_text(json.dumps(given, default=str), "utf-8")
+        opening.write_text(dumps(given, default=str), "utf-8")
         prompt = next((text for message in reversed(client.messages) if (text := _text(message))), "")
         words = [word.replace("{prompt}", prompt) for word in self.command]
         inherited: Mapping[str, str] = os.environ

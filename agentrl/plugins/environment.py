@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import overload
 
+from agentrl.errors import UserError
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, RewardParts, Session, Task
 
@@ -97,9 +98,13 @@ class Environment(ABC):
 
 def declared_parts(plugin: Environment | Tool) -> tuple[str, ...] | None:
     """Its `reward_parts`; None where it declares none, or where a class below the one that does overrides
-    `calc_reward`."""
+    `calc_reward`. Raises UserError: they are one text."""
     for kind in type(plugin).__mro__:
         if "reward_parts" in vars(kind):
+            if isinstance(plugin.reward_parts, str):
+                raise UserError(
+                    f"{kind.__name__}: `reward_parts` is {plugin.reward_parts!r}; expected a tuple of texts"
+                )
             return plugin.reward_parts
         if "calc_reward" in vars(kind):
             return None

@@ -20,7 +20,8 @@ class Order(ABC):
 
     @abstractmethod
     def draw(self, number: int, left_out: AbstractSet[int]) -> int:
-        """The index of the next task, none of `left_out`. number: of tasks that were drawn before.
+        """The index of the next task, none of `left_out`. number: of tasks that were drawn before; the
+        same again, with one more in `left_out`, where `data.filter` does not keep what was drawn.
 
         A resumed run must draw what an uninterrupted one would: take random numbers from (seed, number).
         """

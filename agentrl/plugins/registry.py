@@ -18,7 +18,17 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from agentrl.errors import PlainError, UserError, contained, describe, nearest
+from agentrl.errors import (
+    PlainError,
+    StateChangedError,
+    UserError,
+    call_plugin,
+    check_settings,
+    contained,
+    describe,
+    nearest,
+    torch_settings,
+)
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.mixture import Mixture
 from agentrl.plugins.tool import Tool, ToolSource
@@ -103,8 +113,10 @@ def load_path(path: str, what: str, distribution: str = "") -> Any:
     UserError, which names the extra where a package is missing. distribution: whose extra that is."""
     module, _, attribute = path.partition(":")
     attribute, _, extra = map(str.strip, attribute.rstrip("] ").partition("["))
+    settings = torch_settings()
     try:
         value: Any = import_module(module.strip())
+        check_settings(settings)
     except (Exception, SystemExit) as error:  # the boundary: a module may raise anything
         missing = isinstance(error, ModuleNotFoundError) and extra and distribution
         hint = f": pip install '{distribution}[{extra}]'" if missing else ""
@@ -195,10 +207,25 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
             "class, or a function that makes one (rows and a reward are the environment 'dataset')"
         )
     environment = construct(made, given, f"{where}args")
+    if isinstance(environment, CoroutineType):
+        environment.close()
     if not isinstance(environment, Environment):
-        raise UserError(f"environment {section.name!r} is {_type_of(environment)}; expected an Environment class")
-    check_named(environment, f"environment {section.name!r}")
+        kind = "nothing" if environment is None else type(environment).__name__
+        raise UserError(f"environment {section.name!r} returned {kind}, not an Environment; name an Environment class")
+    _check_environment(environment, f"environment {section.name!r}")
     return environment
+
+
+def _check_environment(environment: Environment, what: str) -> None:
+    """Raise UserError where its name, its splits or its tools are of another kind than their type says."""
+    check_named(environment, what)
+    splits = environment.splits
+    if isinstance(splits, str) or not isinstance(splits, Sequence) or not all(isinstance(one, str) for one in splits):
+        raise UserError(f"{what}: `splits` is {splits!r:.60}; expected a tuple of texts")
+    tools = call_plugin(f"{what}: `tools`", environment.tools)
+    if not isinstance(tools, Sequence) or (wrong := [one for one in tools if not isinstance(one, Tool)]):
+        given = type(wrong[0]).__name__ if isinstance(tools, Sequence) else type(tools).__name__
+        raise UserError(f"{what}: `tools` returned {given}; expected a sequence of Tool objects")
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
@@ -221,8 +248,10 @@ def tasks_of(env: Environment, split: str) -> Sequence[Task]:
     """`env.tasks(split)`, each task checked as it is asked for. Raises UserError, whatever the environment
     raises, then too: nothing can be done without its tasks."""
     what = f"environment {env.name!r}: tasks({split!r})"
+    settings = torch_settings()
     try:
         given = env.tasks(split)
+        check_settings(settings)
         if isinstance(given, CoroutineType):
             given.close()
         if not isinstance(given, Sized) or isinstance(given, Mapping | str | Set):
@@ -249,8 +278,10 @@ class _Tasks(LazyTasks):
         self._places: dict[str, int] = {}  # of the ids that were seen
 
     def _task(self, index: int) -> Task:
+        settings = torch_settings()
         try:
             task = self._tasks[index]
+            check_settings(settings)
         except UserError:
             raise
         except BaseException as error:  # the boundary: an environment may raise anything
@@ -285,8 +316,13 @@ def construct(maker: Callable[..., object], args: Mapping[str, Json], where: str
     """
     typed = _checked(maker, args, where)
     name = getattr(maker, "__name__", str(maker))
+    settings = torch_settings()
     try:
-        return maker(**typed)
+        made = maker(**typed)
+        check_settings(settings)
+        return made
+    except StateChangedError as error:
+        raise UserError(f"{where}: {name}: {error}") from error
     except PlainError:
         raise
     except (TypeError, ValueError) as error:

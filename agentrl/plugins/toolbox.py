@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
-from agentrl.errors import UserError, contained, describe, nearest
+from agentrl.errors import UserError, call_plugin, contained, describe, nearest
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import find, make_tool
 from agentrl.plugins.tool import Tool, ToolSource
@@ -70,8 +70,13 @@ def _check(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> N
 
 def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:
     """The tools of a task by name: those of the recipe that it names (all, where it names none), then the
-    environment's own. Raises UserError for a name that nobody has."""
-    own = {tool.name: tool for tool in env.tools_for(task)}
+    environment's own. Raises UserError for a name that nobody has, and for what `tools_for` raises or gives that are no
+    tools."""
+    owner = f"environment {env.name!r}: `tools_for` of task {task.id}"
+    given = call_plugin(owner, env.tools_for, task)
+    if not isinstance(given, Sequence) or not all(isinstance(tool, Tool) for tool in given):
+        raise UserError(f"{owner} returned {given!r:.60}; expected a sequence of Tool objects")
+    own = {tool.name: tool for tool in given}
     every = {tool.name: tool for tool in tools}
     if task.tools is None:
         return every | own

@@ -10,13 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agentrl.chat.base import Chat, ParsedCall, ParsedTurn, Seeing
-from agentrl.containment.deadline import (
-    CancelledFromWithinError,
-    DeadlineExceededError,
-    DeadlineTimer,
-    StateChangedError,
-)
-from agentrl.errors import contained, describe, message_of, nearest
+from agentrl.containment.deadline import CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
+from agentrl.errors import StateChangedError, contained, describe, message_of, nearest
 from agentrl.images import STORE, ImageError, hashes, in_image_thread
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Converse, InfrastructureError, Json, Message, ToolKwargs, ToolResponse

@@ -10,7 +10,7 @@ from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement, place
 from agentrl.containment.deadline import leave_behind
-from agentrl.data.prompts import PromptLengths, drawn, measure_prompts, showable, unseen
+from agentrl.data.prompts import PromptLengths, drawn, fits, measure_prompts, showable, unseen
 from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class, launched_by
 from agentrl.errors import UserError
@@ -179,16 +179,19 @@ class Player:
         return await unseen(self.env, self.chat, task)
 
     async def draw(self, sampler: TaskSampler, tasks: Sequence[Task], count: int) -> list[int]:
-        """The indices of the next `count` tasks whose images can be shown. Raises UserError: no task is left."""
-        return await drawn(sampler, self.env, self.chat, tasks, count)
+        """The indices of the next `count` tasks that are `playable`. Raises UserError: no task is left."""
+        return await drawn(sampler, count, lambda index: self.playable(sampler, tasks, index))
 
     @property
     def sees(self) -> bool:
         """Whether images are shown."""
         return isinstance(self.chat, Seeing)
 
-    async def showable(self, sampler: TaskSampler, tasks: Sequence[Task], index: int) -> bool:
-        """Whether the images of a task that was drawn can be shown: see `agentrl.data.prompts`."""
+    async def playable(self, sampler: TaskSampler, tasks: Sequence[Task], index: int) -> bool:
+        """Whether the images of a task that was drawn can be shown, and the prompt of one that an `Order` drew fits:
+        see `agentrl.data.prompts`."""
+        if sampler.order is not None and not await fits(sampler, tasks, index, self.measure):
+            return False
         return await showable(sampler, self.env, self.chat, tasks, index)
 
     async def play(

@@ -106,7 +106,9 @@ class Display:
         """Print, unless stdout was closed or cannot be written to, which `check` raises."""
         try:
             self.console.print(shown, **how)
-        except (OSError, SystemExit) as error:  # rich exits when a pipe has no reader
+        except (OSError, SystemExit, ValueError) as error:  # rich exits when a pipe has no reader
+            if isinstance(error, ValueError) and not self.console.file.closed:  # a plugin may have closed it
+                raise
             self.console.quiet = True
             why = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
             self._closed = f"stdout was closed, so nobody sees the progress of the run{why}"

@@ -74,9 +74,11 @@ class Rollouts(ABC):
 
     @property
     def _showable(self) -> Showable | None:
-        """Says of a task whether its images can be shown; None for a model that sees none."""
+        """Says of a task that was drawn whether it can be played; None where all can: for a model that sees no images,
+        unless an `Order` draws, whose prompts are not measured before."""
         player, sampler, tasks = self._player, self._sampler, self._tasks
-        return (lambda index: player.showable(sampler, tasks, index)) if player.sees else None
+        asked = player.sees or sampler.order is not None
+        return (lambda index: player.playable(sampler, tasks, index)) if asked else None
 
     @abstractmethod
     def next(self, step: int) -> StepGroups:

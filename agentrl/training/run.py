@@ -394,16 +394,20 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
         rows = [(split, loop.before.get(split), after) for split, after in loop.after.items()]
         display.final(rows, str(folder), seconds)
         display.note(loop.profiler.describe())
-        if (best := loop.checkpoints.best()) is not None and best.step != last.step:
-            display.note(_best_checkpoint(best, loop.before.get(best.split or "")))
+        best = loop.checkpoints.best()
+        if best is not None and (line := _best_checkpoint(best, last, loop.before.get(best.split or ""))):
+            display.note(line)
     before, after = ({s: a.value for s, a in found.items()} for found in (loop.before, loop.after))
     return TrainResult(folder, loop.step, last.path, before, after, interrupted)
 
 
-def _best_checkpoint(best: Saved, start: Accuracy | None) -> str:
-    """A line about the best checkpoint. start: the accuracy before the first step, on the same split."""
+def _best_checkpoint(best: Saved, last: Saved, start: Accuracy | None) -> str | None:
+    """A line about the best checkpoint; None where it is the last one, and better than the start. start: the accuracy
+    before the first step, on the same split."""
     rated = f"{best.accuracy:.1%} on {best.split}" if best.split else f"{best.accuracy:.1%}"
     if start is None or best.accuracy is None or best.accuracy > start.value:
+        if best.step == last.step:
+            return None
         return f"The best checkpoint is that of step {best.step} ({rated}): {best.path}"
     return f"No checkpoint is better than the start ({start.value:.1%}); the best is that of step {best.step} ({rated})"
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -206,10 +207,12 @@ def exclude_long(
     player: Player, tasks: Sequence[Task], needed: int, sampler: TaskSampler, interrupts: Interrupts
 ) -> list[str]:
     """Measure the prompts of the `needed` tasks that are drawn first, exclude those that are too long or hold a broken
-    image; return a note. Raises UserError: none fits."""
-    left = len(tasks) - len(sampler.excluded)
-    need = left if sampler.order is not None else min(needed, left)  # what an order draws depends on results
-    probe = replace(sampler, order=None, epoch=0, position=0)
+    image; return a note. Those of an `Order`, whose draws depend on results, are measured as they are drawn. Raises
+    UserError: none fits."""
+    if sampler.order is not None:
+        return []
+    need = min(needed, len(tasks) - len(sampler.excluded))
+    probe = replace(sampler, epoch=0, position=0)
     found: dict[int, int] = {}
     broken: dict[int, str] = {}
     limit = player.prompt_limit
@@ -282,10 +285,10 @@ def _read_progress(saved: Saved, tasks: int) -> tuple[dict[str, Json], dict[str,
     before, sampler = (saved.extra.get(name) for name in ("before", "sampler"))
     if not isinstance(before, dict) or not all(map(_is_accuracy, before.values())):
         raise saved.damaged("`before` in its state.json is not a mapping of accuracies")
-    outstanding = sampler.get("outstanding", []) if isinstance(sampler, dict) else None
-    if not isinstance(sampler, dict) or not isinstance(outstanding, list):
+    listed = [sampler.get(name, []) for name in ("outstanding", "left_out")] if isinstance(sampler, dict) else []
+    if not isinstance(sampler, dict) or not all(isinstance(found, list) for found in listed):
         raise saved.damaged("`sampler` in its state.json is not a position among the tasks")
-    counts = [sampler.get("epoch"), sampler.get("position"), *outstanding]
+    counts = [sampler.get("epoch"), sampler.get("position"), *chain(*listed)]
     if not all(type(count) is int and count >= 0 for count in counts):
         raise saved.damaged("`sampler` in its state.json is not a position among the tasks")
     if max(counts[1:]) >= tasks:

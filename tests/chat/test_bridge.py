@@ -410,3 +410,15 @@ def test_plain_text_is_what_it_was(text: str) -> None:
 def test_a_tokenizer_without_a_fast_backend_is_refused() -> None:
     with pytest.raises(UserError, match="no fast backend"):
         Encoder(object(), "")
+
+
+def test_a_tokenizer_is_read_whatever_a_plugin_makes_of_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`json.dumps = orjson.dumps` in a plugin was a traceback as the chat was made."""
+    tokenizer = make_tokenizer(HERMES)
+    before = Encoder(tokenizer, HERMES)
+    monkeypatch.setattr(json, "dumps", lambda value, **how: b"{}")
+    monkeypatch.setattr(json, "loads", lambda text: {})
+    after = Encoder(tokenizer, HERMES)
+    text = "<|im_start|>user\n3 * 3?<|im_end|>"
+    assert after.plain(text) == before.plain(text)
+    assert after.raw(text) == before.raw(text)

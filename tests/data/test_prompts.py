@@ -6,6 +6,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 from chat_help import CALCULATOR, DIFFICULT, HERMES, SENTENCES, make_tokenizer, trl_templates
 from fakes import TASK, CharChat, Echo
 
@@ -13,7 +14,8 @@ from agentrl import Environment, Message, Session, Task, UserError
 from agentrl.chat.base import Measuring, Seeing
 from agentrl.chat.load import load_chat
 from agentrl.data import prompts
-from agentrl.data.prompts import AT_ONCE, PromptLengths, measure_prompts, unseen
+from agentrl.data.prompts import AT_ONCE, PromptLengths, drawn, fits, measure_prompts, unseen
+from agentrl.data.sampler import Curriculum, CurriculumArgs, TaskSampler
 
 
 class Plain(Environment):
@@ -29,6 +31,9 @@ class Plain(Environment):
     async def create(self, session: Session, **create_kwargs: Any) -> Sequence[Message]:
         if self.failing == "create":
             raise RuntimeError("no room")
+        if self.failing == "settings":
+            torch.set_default_dtype(torch.float64)
+            torch.set_grad_enabled(False)
         return [{"role": "user", "content": "How many?"}]
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> float:
@@ -40,13 +45,38 @@ class Plain(Environment):
             raise RuntimeError("stuck")
 
 
-@pytest.mark.parametrize("failing", ["", "create", "release"])
+@pytest.mark.parametrize("failing", ["", "create", "settings", "release"])
 async def test_every_opening_is_released_and_no_hook_ends_the_run(failing: str) -> None:
     env, chat = Plain(failing), CharChat()
     found = await measure_prompts(env, [], chat, [TASK, TASK], limit=100)
     whole = len(chat.render([{"role": "user", "content": "How many?"}], []))
     assert found.lengths == ((0, 0) if failing == "create" else (whole, whole))
     assert env.released == 2
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
+
+
+async def test_prompts_of_an_order_are_measured_as_they_are_drawn(caplog: pytest.LogCaptureFixture) -> None:
+    """Which ones it draws depends on results: all were, at every start."""
+    tasks, asked = [Task(f"t{i}", {}) for i in range(4)], []
+    found = TaskSampler(4, 0, order=Curriculum(CurriculumArgs()))
+    found.order.begin(tasks, 0)  # type: ignore[union-attr]
+
+    async def measure(some: Sequence[Task]) -> PromptLengths:
+        asked.extend(task.id for task in some)
+        return PromptLengths(tuple(int(task.id[1:]) % 2 * 10 for task in some), 5)
+
+    indices = await drawn(found, 6, lambda index: fits(found, tasks, index, measure))
+    assert set(indices) == {0, 2}
+    assert set(asked) == {"t0", "t1", "t2", "t3"}
+    asked.clear()
+    assert set(await drawn(found, 4, lambda index: fits(found, tasks, index, measure))) == {0, 2}
+    assert asked == []  # they are measured once
+    assert found.excluded == {1, 3}
+    assert caplog.text.count("task t1 is left out: its prompt has 10 tokens, and 5 fit (rollout.max_tokens)") == 1
+    alone = TaskSampler(1, 0, order=Curriculum(CurriculumArgs()))
+    alone.order.begin(tasks[1:2], 0)  # type: ignore[union-attr]
+    with pytest.raises(UserError, match=r"no task is left that can be played \(the last: t1: its prompt has 10 tokens"):
+        await drawn(alone, 1, lambda index: fits(alone, tasks[1:2], index, measure))
 
 
 def _talks() -> list[list[Message]]:

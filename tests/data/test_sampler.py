@@ -174,7 +174,6 @@ MANY = LazyTasks(50_000, make_task)
         ({"filter": f"{HERE}:short", "order": "sequential"}, 40),
         ({"order": "curriculum"}, 0),
         ({"filter": f"{HERE}:short", "epochs": 1}, 50_000),  # which wants their number
-        ({"filter": f"{HERE}:short", "order": "curriculum"}, 50_000),  # which draws among all
     ],
 )
 def test_no_more_tasks_are_made_than_the_order_asks_for(keys: dict[str, Any], most: int) -> None:
@@ -193,9 +192,27 @@ def test_no_more_tasks_are_made_than_the_order_asks_for(keys: dict[str, Any], mo
     assert again.draw(16) == everything.draw(16)
 
 
+def test_an_order_is_told_of_what_a_filter_leaves_out_as_it_draws_it() -> None:
+    keys = {"filter": f"{HERE}:short", "order": "curriculum"}
+    MADE.clear()
+    whole, again = (make_sampler(section(**keys), MANY, 0) for _ in range(2))
+    restrict(whole, section(**keys), MANY)
+    first = whole.draw(16)
+    assert len(MADE) <= 60
+    assert all(short(MANY[index]) for index in first)
+    assert len(set(first)) == 16
+    restrict(again, section(**keys), MANY)
+    again.restore(json.loads(json.dumps(whole.state())))
+    assert again.draw(64) == whole.draw(64)
+    fresh = make_sampler(section(order="curriculum"), TASKS[:3], 0)
+    fresh.keep = lambda index: False
+    with pytest.raises(UserError, match=r"data.order 'curriculum': none of the 3 tasks is left to draw from"):
+        fresh.draw(1)
+
+
 def test_a_filter_that_keeps_none_is_refused_as_before() -> None:
     wanted = section(filter=f"{HERE}:short")
-    for order in ("shuffled", "sequential"):
+    for order in ("shuffled", "sequential", "curriculum"):
         with pytest.raises(UserError, match=r"^data\.filter '.*:short' keeps none of the 2 tasks$"):
             restrict(make_sampler(section(order=order), TASKS[:2], 0), wanted, TASKS[:2])
     with pytest.raises(UserError, match=r"data\.filter '.*:by_length': task t\d: raised TypeError"):

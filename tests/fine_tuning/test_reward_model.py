@@ -17,6 +17,7 @@ from agentrl.chat.load import load_chat
 from agentrl.checkpoint.checkpoints import save_model
 from agentrl.compute.classifier import RewardModel, scoring_batch
 from agentrl.errors import UserError
+from agentrl.fine_tuning import reward_model
 from agentrl.fine_tuning.pairs import Pair, PairReader, held_out
 from agentrl.fine_tuning.reward_model import RewardTrainer, train_reward_model
 from agentrl.models.load import load_scorer
@@ -249,3 +250,12 @@ def test_the_command_refuses_in_one_line_and_makes_no_folder(
     (tmp_path / "r.yaml").write_text("reward_model: {source: pairs.jsonl}\nmodel: {device: cpu}\n")
     assert said in refused(capsys, "reward-model", "r.yaml", *changes)
     assert not (tmp_path / "runs").exists()
+
+
+def test_its_trainer_allocates_expandable_segments_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Recipe] = []
+    monkeypatch.setattr(reward_model, "expand_segments", asked.append)
+    recipe = make_recipe(tmp_path / "absent.jsonl")
+    with pytest.raises(UserError, match=r"absent\.jsonl: cannot be read"):
+        train_reward_model(recipe)
+    assert asked == [recipe]

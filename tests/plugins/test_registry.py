@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from fakes import TASK
 from pydantic import BaseModel
 
 from agentrl import Environment, Reward, Sample, Task, Tool, UserError
 from agentrl.cli.main import run
+from agentrl.errors import call_plugin
 from agentrl.plugins.environment import LazyTasks
-from agentrl.plugins.registry import find, installed, load, make_environment, make_tool
+from agentrl.plugins.registry import find, installed, load, make_environment, make_tool, tasks_of
 from agentrl.plugins.reward import make_reward
 from agentrl.recipe.sections.env import EnvSection, RewardSection, ToolSection
 
@@ -278,6 +281,7 @@ def test_a_name_that_two_distributions_offer(plugins, distribution):
         ("def broken(:", "SyntaxError"),
         ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
         ("import sys; sys.exit(3)", "SystemExit: 3"),
+        ("import torch; torch.set_grad_enabled(False)", "it changed torch.set_grad_enabled for the whole process"),
         ("from agentrl import tool\n@tool\ndef f(x): 'Doc.'", "parameter 'x' has no type annotation"),
         ("", "has no 'thing'"),
     ],
@@ -343,6 +347,45 @@ def test_a_task_that_cannot_be_had_is_one_line(command, name, words, tmp_path, c
     assert re.fullmatch(rf"error: environment '{name}': {words}( \(\w+.py:\d+\))?\n", capsys.readouterr().err)
 
 
+class Unsettling(Failing):
+    def __init__(self, source: str = "generated", name: str = "constructor") -> None:
+        self.name = name
+        if name == "constructor":
+            torch.set_grad_enabled(False)
+
+    def tasks(self, split):
+        if self.name == "tasks":
+            torch.set_default_dtype(torch.float64)
+        return LazyTasks(2, self.task)
+
+    def task(self, index):
+        torch.set_default_dtype(torch.float64)
+        return Task(f"t{index}", {})
+
+    def solved(self, rewards, task):
+        torch.set_grad_enabled(False)
+        return True
+
+
+@pytest.mark.parametrize(
+    ("name", "do", "words"),
+    [
+        ("constructor", lambda env: env, r"env.args: Unsettling: it changed torch.set_grad_enabled for the whole"),
+        ("tasks", lambda env: tasks_of(env, "train"), r"tasks\('train'\) failed: it changed torch.set_default_dtype"),
+        (
+            "task",
+            lambda env: tasks_of(env, "train")[1],
+            r"task 1 of 'train' failed: it changed torch.set_default_dtype",
+        ),
+        ("solved", lambda env: call_plugin("mine", env.solved, {}, TASK), r"^mine: it changed torch.set_grad_enabled"),
+    ],
+)
+def test_whoever_changes_a_setting_of_torch_is_named_and_it_is_set_back(name, do, words):
+    with pytest.raises(UserError, match=words):
+        do(make_environment(EnvSection(name=f"{__name__}:Unsettling", args={"name": name})))
+    assert (torch.get_default_dtype(), torch.is_grad_enabled()) == (torch.float32, True)
+
+
 def rows() -> list[dict[str, str]]:
     return [{"question": "1+1", "answer": "2"}]
 
@@ -350,6 +393,58 @@ def rows() -> list[dict[str, str]]:
 def test_a_plain_function_is_no_environment():
     with pytest.raises(UserError, match=r"rows' is a function without the argument `source`; expected an Environment"):
         make_environment(EnvSection(name=f"{__name__}:rows"))
+
+
+class Lettered(Environment):
+    name = "lettered"
+    splits = "test"
+
+    def __init__(self, source: str | None = None) -> None:
+        pass
+
+    tasks = create = calc_reward = None  # never asked
+
+
+class Toolless(Lettered):
+    splits = ("test",)
+
+    def tools(self):
+        return None
+
+
+class Mistooled(Toolless):
+    def tools(self):
+        return [rows]
+
+
+class Untooled(Toolless):
+    def tools(self):
+        raise OSError("the shed\nis locked")
+
+
+def sourced(source):
+    return rows()
+
+
+async def awaited(source):
+    return rows()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("sourced", r"sourced' returned list, not an Environment; name an Environment class"),
+        ("awaited", r"awaited' returned coroutine, not an Environment; name an Environment class"),
+        ("Toolless", r"Toolless': `tools` returned NoneType; expected a sequence of Tool objects"),
+        ("Mistooled", r"Mistooled': `tools` returned function; expected a sequence of Tool objects"),
+        ("Untooled", r"Untooled': `tools` raised OSError: the shed is locked"),
+        ("Lettered", r"Lettered': `splits` is 'test'; expected a tuple of texts"),
+    ],
+)
+def test_what_is_nearly_an_environment_is_one_line(name, words):
+    """`splits = "test"` was four held-out splits of a letter each."""
+    with pytest.raises(UserError, match=words):
+        make_environment(EnvSection(name=f"{__name__}:{name}"))
 
 
 def test_an_environment_without_a_name_is_one_line():

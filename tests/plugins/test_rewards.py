@@ -47,6 +47,13 @@ def test_what_a_class_says_holds_for_its_own_hook_alone() -> None:
     assert declared_parts(mixture(Gsm8k(), Own())) is None
 
 
+def test_parts_that_are_one_text_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were four parts of a letter each."""
+    monkeypatch.setattr(Said, "reward_parts", "mine")
+    with pytest.raises(UserError, match=r"^Said: `reward_parts` is 'mine'; expected a tuple of texts$"):
+        declared_parts(Said())
+
+
 @pytest.mark.parametrize(
     ("plugins", "named"), [((Gsm8k(), Calculator()), "answer"), ((Gsm8k(),), "size"), ((Own(),), "whatever"),
                            ((Gsm8k(), Paying()), "calculator")],

@@ -169,3 +169,19 @@ async def test_parameters_with_recursion_are_refused_before_the_run(monkeypatch)
     monkeypatch.setattr(Closing, "parameters", {"type": "object", "properties": {"x": {"$ref": "#"}}})
     with pytest.raises(UserError, match=r"^tool 'closing': its parameters refer to themselves \(\$ref '#'\)"):
         await Toolbox.open([ToolSection(name=f"{__name__}:Closing")], Env())
+
+
+@pytest.mark.parametrize(
+    ("gives", "words"),
+    [
+        (lambda task: None, "returned None; expected a sequence of Tool objects"),
+        (lambda task: ["step"], r"returned \['step'\]; expected a sequence of Tool objects"),
+        (lambda task: {}["no"], "raised KeyError: 'no'"),
+    ],
+    ids=["nothing", "names", "raises"],
+)
+def test_tools_for_that_gives_nonsense_fails_in_one_line(gives, words):
+    env = Env()
+    env.tools_for = gives
+    with pytest.raises(UserError, match=f"^environment 'env': `tools_for` of task {TASK.id} {words}"):
+        offered(TASK, [], env)

@@ -148,6 +148,11 @@ async def without_gradients(*_, **__):
     return 1.0
 
 
+async def elsewhere(*_, **__):
+    torch.set_default_device("meta")
+    return "x"
+
+
 async def boom(*_, **__):
     raise RuntimeError("boom")
 
@@ -179,6 +184,7 @@ async def boom(*_, **__):
         ),
         ({}, {"create": boom}, Boundary.TOOL, "echo.create"),
         ({}, {"execute": doubled}, Boundary.TOOL, "echo.execute: it changed torch.set_default_dtype for the whole"),
+        ({}, {"execute": elsewhere}, Boundary.TOOL, "echo.execute: it changed torch.set_default_device for the whole"),
         ({"calc_reward": without_gradients}, {}, Boundary.REWARD, "env.calc_reward: it changed torch.set_grad_enabled"),
         ({}, {"calc_reward": boom}, Boundary.REWARD, "echo.calc_reward"),
         ({}, {"execute": ToolResponse("x", reward=float("nan"))}, Boundary.REWARD, "echo.execute"),
@@ -192,6 +198,7 @@ async def test_what_the_machinery_does_wrong_fails_the_request_with_its_boundary
     assert (t.finish, t.failure.boundary, t.rewards, t.valid) == (FinishReason.ERROR, boundary, {}, False)
     assert where in t.failure.message
     assert "\n" not in t.failure.message
+    assert str(torch.get_default_device()) == "cpu"
     hooks.check()
 
 

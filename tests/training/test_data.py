@@ -119,6 +119,20 @@ def test_prompts_that_do_not_fit_are_counted_said_and_left_out(
 
 
 @pytest.mark.slow
+def test_a_curriculum_leaves_out_a_prompt_that_does_not_fit_as_it_draws_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = small(
+        tmp_path / "run", env__name="train_plugins:LongPrompts", data={"order": "curriculum"}, eval__splits=[]
+    )
+    agentrl.train(recipe)
+    played = [t for step in (1, 2, 3) for t in records(tmp_path / "run", f"step_{step}")]
+    assert len(played) == 24
+    assert all(t["tokens"]["prompt"] <= 255 and t["failure"] is None for t in played)
+    assert " is left out: its prompt has " in caplog.text
+
+
+@pytest.mark.slow
 def test_when_no_prompt_fits_the_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"4 of 4 test prompts .* none is left; raise rollout.max_tokens"):
         agentrl.train(small(tmp_path / "run", env__name="train_plugins:TooLong"))

@@ -1,5 +1,6 @@
 """Ctrl-C in a process of its own: once ends the run in good order, twice ends it at once."""
 
+import io
 import os
 import re
 import signal
@@ -8,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from train_help import metrics, records, small
 from warm import Python
 
 import agentrl
 from agentrl.cli import main
+from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe
 from agentrl.training.display import Display
 
@@ -96,6 +99,18 @@ def test_a_reader_that_goes_away_ends_the_run_in_one_line_with_the_last_whole_st
     assert (folder / "checkpoints" / f"step_{done}" / "model.safetensors").exists()
     kept = [bool(records(folder, f"step_{step}")) for step in range(1, done + 1)]
     assert all(kept), "the step whose line nobody read has its row, and its trajectories"
+
+
+def test_a_stdout_that_a_plugin_closed_is_told_as_one_without_a_reader() -> None:
+    file = io.StringIO()
+    display = Display(3, "run", Console(file=file))
+    display.note("seen")
+    file.close()
+    display.note("unseen")
+    with pytest.raises(UserError, match=r"^stdout was closed, so nobody sees the progress of the run$"):
+        display.check()
+    display.note("nobody is told again")
+    display.check()
 
 
 @pytest.mark.parametrize("ignored", [False, True])

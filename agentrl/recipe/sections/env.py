@@ -104,8 +104,8 @@ class DataSection(Section):
     """shuffled: anew in each epoch. sequential: as they stand in the data. curriculum: those near a success rate of
     args.target (0.5) most, as training measures it. Or one's own."""
     filter: Annotated[TaskFilterSection | None, BeforeValidator(named)] = None
-    """Which tasks are trained on: asked of each as its turn comes, under data.epochs and an order that draws among all
-    of all at the start. null: all."""
+    """Which tasks are trained on: asked of each as its turn comes, under data.epochs of all at the
+    start. null: all."""
     epochs: Annotated[float, Field(gt=0), Unit("passes over the tasks")] | None = None
     """How long to train, in place of train.steps, which becomes epochs x tasks / rollout.tasks, rounded up. null:
     train.steps."""

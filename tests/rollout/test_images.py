@@ -6,6 +6,7 @@ import io
 import random
 import threading
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -20,7 +21,7 @@ from vision_help import BROKEN, Actor, file_of, picture, seeing_chat, seeing_mod
 
 from agentrl.compute.batch import Batch
 from agentrl.data.files import write_parquet
-from agentrl.data.prompts import drawn, measure_prompts
+from agentrl.data.prompts import drawn, measure_prompts, showable
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
@@ -196,12 +197,12 @@ async def test_another_task_is_drawn_where_a_picture_turns_out_to_be_damaged(par
     assert not (await measure_prompts(env, (), parts[1], tasks, 1000)).broken
     sampler = TaskSampler(8, seed=0)
     shuffled = [i for i in TaskSampler(8, seed=0).draw(8) if i not in (2, 5)]
-    assert await drawn(sampler, env, parts[1], tasks, 6) == shuffled
+    assert await drawn(sampler, 6, partial(showable, sampler, env, parts[1], tasks)) == shuffled
     assert "task train-2 is left out: an image cannot be shown: it is damaged" in caplog.text
     assert sampler.excluded == {2, 5}
     none = TaskSampler(8, seed=0, excluded=frozenset({0, 1, 3, 4, 5, 6, 7}))
     with pytest.raises(UserError, match="no task is left"):
-        await drawn(none, env, parts[1], tasks, 1)
+        await drawn(none, 1, partial(showable, none, env, parts[1], tasks))
 
 
 class Decoding(Gallery):
@@ -219,7 +220,8 @@ class Decoding(Gallery):
 
 async def test_the_event_loop_goes_on_while_pictures_of_drawn_tasks_are_decoded(parts):
     env, tasks = Decoding(), [Task(str(i), {}) for i in range(3)]
-    drawing = asyncio.create_task(drawn(TaskSampler(3, seed=0), env, parts[1], tasks, 3))
+    sampler = TaskSampler(3, seed=0)
+    drawing = asyncio.create_task(drawn(sampler, 3, partial(showable, sampler, env, parts[1], tasks)))
     while not env.threads:
         await asyncio.sleep(0.001)
     env.went_on.set()

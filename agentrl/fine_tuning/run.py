@@ -55,29 +55,25 @@ from agentrl.fine_tuning.trainer import (
 from agentrl.fine_tuning.writer import Writer
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE
-from agentrl.learner.monitors import Health
+from agentrl.learner.roles import RoleHost
 from agentrl.models.load import load_model, resolve_types
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.registry import make_environment, tasks_of, tracker_makers
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox
 from agentrl.plugins.types import Json, Task
-from agentrl.profiling.step import PROFILE, StepProfiler
-from agentrl.recipe.load import dump_recipe, load_recipe
+from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.env import EnvSection, RewardsSection
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import EngineSection
 from agentrl.recipe.sections.sft import NewModel, SftSection
-from agentrl.rollout.journal import Journal
 from agentrl.rollout.model_reward import ask_reward_model
 from agentrl.rollout.player import Player
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.preflight import Checked, lacking, placement_of
 from agentrl.training.run import changes, check_same_run, last_checkpoint, local_run, run_with_restarts
-from agentrl.training.setup import Start, make_player, make_role_host, restore
-from agentrl.training.trackers import Trackers
+from agentrl.training.setup import Start, assemble, make_journal, make_player, make_profiler, make_role_host
 
 START = "start"
 """In the run folder: a new model before its first step."""
@@ -285,13 +281,8 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
     if job.recipe.rewards.model is not None and section.accuracy:
         ask_reward_model(player)
     context = int(player.model.config.get_text_config().max_position_embeddings)
-    lessons, demonstrator = Lessons(), None
-    if section.source is None:
-        demonstrator = _demonstrator(start.checked.env, player.toolbox.tools, player.chat, player.tokenizer, job.recipe)
-        course = Course.of(job.recipe, None)
-    else:
-        lessons = _read(job, player, context, display)
-        course = Course.of(job.recipe, len(lessons.taught))
+    lessons = Lessons() if section.source is None else _read(job, player, context, display)
+    course = Course.of(job.recipe, None if section.source is None else len(lessons.taught))
     if saved is not None and saved.step >= course.steps:
         raise UserError(f"--resume: step {saved.step} of {course.steps} is done; add steps to its stages to go on")
     display.expect(course.steps)
@@ -301,46 +292,41 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
         held_out, notes = interrupts.run(lambda: HeldOut.prepare(player, job.recipe, splits, choosing))
     for note in notes:
         display.note(note)
-    start.recipe, conversations = learning_recipe(start.recipe, course, section.source is not None), lessons.taught
-    recipe = start.recipe
+    recipe = start.recipe = learning_recipe(start.recipe, course, section.source is not None)
     role_host = make_role_host(start, learning_recipe(initial, course, section.source is not None), player)
-    folder = start.open_folder()
-    STORE.keep_in(folder.path / IMAGES)
-    for t in (*lessons.taught, *lessons.held_out):
-        STORE.copy({span.hash for span in t.images}, folder.path / IMAGES)
-    profiler = StepProfiler(
-        role_host, folder.path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
-    )
+    profiler = make_profiler(start, recipe, role_host)
     learner = SftLearner(recipe, profiler.roles, course)
-    size = len(start.checked.tasks) or len(conversations)
-    rollouts = LessonRollouts(
-        recipe, player, start.checked.tasks, TaskSampler(size, recipe.train.seed), interrupts, role_host.weights,
-        course=course, demonstrator=demonstrator, taught=conversations, limit=context,
-        digest=lessons.digest() if conversations else "",
-    )  # fmt: skip
-    start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
-    interrupts.check()
-    folder.write_recipe(dump_recipe(job.recipe), saved.step if saved else 0)
-    if section.source is not None:
-        write_report(folder.path, lessons)
-    player.engine.keep_logs(folder.path)
-    environment = partial(environment_of, player.env)
-    trackers = Trackers(display.note)
-    trackers.start(start.checked.trackers, folder.path, job.recipe.shown(), start.stack)
-    loop = SftLoop(
-        recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host, rollouts=rollouts,
-        held_out=held_out, folder=folder, display=display, interrupts=interrupts, health=Health(recipe),
-        trackers=trackers, command=COMMAND, apart=lessons.held_out,
-        journal=Journal(recipe.track.trajectories, lambda: folder.trajectories, environment),
-        checkpoints=start.open_checkpoints(player.tokenizer),
-    )  # fmt: skip
     if saved is not None:
         learner.begin_stage(course.place(max(0, saved.step - 1))[0])
-        restore(loop, saved, size)
-    elif start.resumed is not None:
-        folder.rewind(-1)
-    display.note(f"run folder: {folder.path}")
+    size = len(start.checked.tasks) or len(lessons.taught)
+    rollouts = _rollouts(job, start, player, role_host, lessons, course)
+    make = partial(
+        SftLoop, recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host,
+        rollouts=rollouts, held_out=held_out, journal=make_journal(start, player), command=COMMAND,
+        apart=lessons.held_out,
+    )  # fmt: skip
+    loop = assemble(start, make, rollouts, player, job.recipe, size)
+    if section.source is not None:
+        write_report(loop.folder.path, lessons)
+    for t in (*lessons.taught, *lessons.held_out):
+        STORE.copy({span.hash for span in t.images}, loop.folder.path / IMAGES)
     return loop
+
+
+def _rollouts(
+    job: _Job, start: Start, player: Player, role_host: RoleHost, lessons: Lessons, course: Course
+) -> LessonRollouts:
+    """What gives each step its conversations: those that were read, or demonstrations."""
+    recipe, conversations, demonstrator = start.recipe, lessons.taught, None
+    if job.section.source is None:
+        demonstrator = _demonstrator(start.checked.env, player.toolbox.tools, player.chat, player.tokenizer, job.recipe)
+    return LessonRollouts(
+        recipe, player, start.checked.tasks,
+        TaskSampler(len(start.checked.tasks) or len(conversations), recipe.train.seed),
+        start.interrupts, role_host.weights, course=course, demonstrator=demonstrator, taught=conversations,
+        limit=int(player.model.config.get_text_config().max_position_embeddings),
+        digest=lessons.digest() if conversations else "",
+    )  # fmt: skip
 
 
 def _read(job: _Job, player: Player, context: int, display: SftDisplay) -> Lessons:

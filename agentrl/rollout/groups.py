@@ -66,6 +66,11 @@ class _Growing:
         return Group.of(self.task, [t for t in self.samples if t is not None])
 
 
+def _stop(flying: Collection[OwnedTask]) -> None:
+    for own in flying:
+        own.stop()
+
+
 async def roll_out(
     driver: Driver,
     tasks: Sequence[Task],
@@ -103,10 +108,6 @@ async def roll_out(
     flying: set[OwnedTask] = set()
     working = 0
 
-    def begin_again() -> None:
-        for own in flying:
-            own.stop()
-
     async def work() -> None:
         while jobs:
             place, index = jobs.popleft()
@@ -140,7 +141,7 @@ async def roll_out(
         working -= 1
 
     try:
-        with rare_collections(), PULSE.ticking(begin_again):
+        with rare_collections(), PULSE.ticking(lambda: _stop(flying)):
             async with asyncio.TaskGroup() as workers:
                 begin()
     except ExceptionGroup as errors:

@@ -29,7 +29,7 @@ from agentrl.images import STORE, hashes
 from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json, Message
 from agentrl.secrets import masked_text, without_known
-from agentrl.trajectory import FinishReason, InvariantError, Learned, Trajectory, Turn
+from agentrl.trajectory import FinishReason, InvariantError, Learned, ToolUse, Trajectory, Turn
 
 VERSION = 2
 """Of the schema; that of the JSON lines is 1."""
@@ -158,29 +158,10 @@ def row(trajectory: Trajectory, *, environment: str = "", solved: bool | None = 
         "sampled_tokens": t.sampled_tokens,
         "tokens": len(t.ids),
         "tool_errors": sum(use.error is not None for use in t.tool_uses),
-        "turns": [
-            {
-                "start": turn.start,
-                "end": turn.end,
-                "reward": float(turn.reward),
-                "trained": turn.trained,
-                "state": turn.state or None,
-            }
-            for turn in t.turns
-        ],
+        "turns": [_turn(turn) for turn in t.turns],
         "segments": [{"start": s.start, "end": s.end, "parent": s.parent} for s in t.segments],
         "tools": [_text(name) for name in t.tools],
-        "tool_uses": [
-            {
-                "name": _text(use.name),
-                "turn": use.turn,
-                "seconds": round(use.seconds, 6),
-                "error": None if use.error is None else _line(use.error),
-                "cut": use.cut,
-                "metrics": as_json(use.metrics) if use.metrics else "{}",
-            }
-            for use in t.tool_uses
-        ],
+        "tool_uses": [_tool_use(use) for use in t.tool_uses],
         "seconds": {name: round(t.seconds.get(name, 0.0), 6) for name in _SECONDS},
         "spans": [{"part": s.part, "start": round(s.start, 6), "end": round(s.end, 6)} for s in t.spans] or None,
         "task_data": as_json(t.task.data),
@@ -199,6 +180,27 @@ def row(trajectory: Trajectory, *, environment: str = "", solved: bool | None = 
     _check_finite(found)
     masked: Row = _masked(found)
     return masked
+
+
+def _turn(turn: Turn) -> Row:
+    return {
+        "start": turn.start,
+        "end": turn.end,
+        "reward": float(turn.reward),
+        "trained": turn.trained,
+        "state": turn.state or None,
+    }
+
+
+def _tool_use(use: ToolUse) -> Row:
+    return {
+        "name": _text(use.name),
+        "turn": use.turn,
+        "seconds": round(use.seconds, 6),
+        "error": None if use.error is None else _line(use.error),
+        "cut": use.cut,
+        "metrics": as_json(use.metrics) if use.metrics else "{}",
+    }
 
 
 def _is_call(turn: Turn) -> bool:

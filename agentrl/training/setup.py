@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.chat.base import Seeing
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
@@ -112,46 +112,70 @@ def _remove_if_empty(folder: Path) -> None:
 
 def set_up(start: Start) -> Loop:
     """Make the parts of the run. Raises UserError; Interrupted."""
-    recipe, display, interrupts, stack = start.recipe, start.display, start.interrupts, start.stack
+    recipe, interrupts = start.recipe, start.interrupts
     check_resumed(start)
     initial, player = make_player(start)
     held_out, sampler = _prepare_tasks(start, player)
     role_host = make_role_host(start, initial, player)
-    profiler = StepProfiler(
-        role_host, start.open_folder().path / PROFILE, recipe.profile.steps, engine=recipe.engine.name == "local"
-    )
+    profiler = make_profiler(start, recipe, role_host)
     if profiler.roles.reward_model is not None:
         add_reward_model(player, profiler.roles.reward_model.scores)
     kind: Callable[..., Rollouts] = SerialRollouts if recipe.rollout.overlap == "none" else OverlappedRollouts
     if start.stored:
         kind = partial(StoredRollouts, start.stored)
-    place = partial(environment_of, player.env)
-    journal = Journal(recipe.track.trajectories, lambda: start.open_folder().trajectories, place)
+    journal = make_journal(start, player)
     rollouts = kind(
         recipe, player, start.checked.tasks, sampler, interrupts, role_host.weights, on_group=journal.finished
     )
-    start.at_end("the rollouts", lambda: interrupts.complete(rollouts.close))
-    interrupts.check()
-    folder = start.open_folder()
-    folder.write_recipe(dump_recipe(recipe), start.saved.step if start.saved else 0)
-    STORE.keep_in(folder.path / IMAGES)
-    player.engine.keep_logs(folder.path)
     learner = Learner(recipe, profiler.roles, guide_of(player, role_host))
-    trackers = Trackers(display.note)
-    trackers.start(start.checked.trackers, folder.path, recipe.shown(), stack)
-    loop = Loop(
-        recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host, rollouts=rollouts,
-        held_out=held_out, folder=folder, journal=journal, checkpoints=start.open_checkpoints(player.tokenizer),
-        display=display, interrupts=interrupts, health=Health(recipe), trackers=trackers,
+    make = partial(
+        Loop, recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host,
+        rollouts=rollouts, held_out=held_out, journal=journal,
     )  # fmt: skip
-    if start.saved:
-        restore(loop, start.saved, len(start.checked.tasks))
-    elif start.resumed:
-        folder.rewind(-1)
+    loop = assemble(start, make, rollouts, player, recipe, len(start.checked.tasks))
     if not role_host.in_process:  # the engine has loaded the recipe's model; the workers may have restored a later one
         interrupts.complete(lambda: player.engine.update_weights(loop.step, role_host.weights()))
-    display.note(f"run folder: {folder.path}")
     return loop
+
+
+L = TypeVar("L", bound=Loop)
+
+
+def assemble(
+    start: Start, make: Callable[..., L], rollouts: Rollouts, player: Player, written: Recipe, tasks: int
+) -> L:
+    """Open the run folder and the trackers, make the loop of the parts that `make` has already, and go on from the
+    checkpoint where there is one. written: the recipe of the folder. tasks: how many there are to train on."""
+    start.at_end("the rollouts", lambda: start.interrupts.complete(rollouts.close))
+    start.interrupts.check()
+    folder = start.open_folder()
+    folder.write_recipe(dump_recipe(written), start.saved.step if start.saved else 0)
+    STORE.keep_in(folder.path / IMAGES)
+    player.engine.keep_logs(folder.path)
+    trackers = Trackers(start.display.note)
+    trackers.start(start.checked.trackers, folder.path, written.shown(), start.stack)
+    loop = make(
+        folder=folder, checkpoints=start.open_checkpoints(player.tokenizer), display=start.display,
+        interrupts=start.interrupts, health=Health(start.recipe), trackers=trackers,
+    )  # fmt: skip
+    if start.saved is not None:
+        restore(loop, start.saved, tasks)
+    elif start.resumed is not None:
+        folder.rewind(-1)
+    start.display.note(f"run folder: {folder.path}")
+    return loop
+
+
+def make_profiler(start: Start, recipe: Recipe, role_host: RoleHost) -> StepProfiler:
+    """What measures the steps of the run, its roles in it."""
+    folder = start.open_folder().path / PROFILE
+    return StepProfiler(role_host, folder, recipe.profile.steps, engine=recipe.engine.name == "local")
+
+
+def make_journal(start: Start, player: Player) -> Journal:
+    """What writes the trajectories of the run."""
+    place = partial(environment_of, player.env)
+    return Journal(start.recipe.track.trajectories, lambda: start.open_folder().trajectories, place)
 
 
 def check_resumed(start: Start) -> None:

@@ -46,7 +46,7 @@ class RunFolder:
     """Paths of one run, and its append-only `metrics.jsonl`."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path = path.absolute()  # a plugin may change the working directory
         self._recipe: str | None = None
 
     @classmethod

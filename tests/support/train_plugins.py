@@ -150,6 +150,14 @@ class Raising(_Calculator):
         raise RuntimeError("out of paper")
 
 
+class Moving(_Calculator):
+    """Changes the working directory of the process, which the run's folder must not depend on."""
+
+    async def execute(self, session: Session, *, expression: str) -> str:
+        os.chdir("/")
+        raise RuntimeError("out of the house")
+
+
 class Leaving(_Calculator):
     """Ends the program, as it thinks, also in a task that it starts and in a callback; its release does so too."""
 

@@ -97,6 +97,7 @@ def test_a_reward_that_raises_costs_its_own_samples_alone(tmp_path: Path, capsys
 
 MISBEHAVING = [
     ("Raising", "Error: RuntimeError: out of paper"),
+    ("Moving", "Error: RuntimeError: out of the house"),
     ("Leaving", "Error: SystemExit: 0"),
     ("Hanging", "Error: it did not answer within 0.1 seconds"),
     ("Flooding", "characters left out"),
@@ -108,8 +109,9 @@ def test_a_tool_that_misbehaves_is_told_and_counted_and_the_run_learns_on(
     tool: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl.containment.deadline.GRACE", 0.1)  # then one that minds no cancellation is left
+    monkeypatch.chdir(tmp_path)
     recipe = small(
-        tmp_path / "run", tools=[f"train_plugins:{tool}"], rollout__tool_timeout=0.1 if tool == "Hanging" else 60,
+        Path("run"), tools=[f"train_plugins:{tool}"], rollout__tool_timeout=0.1 if tool == "Hanging" else 60,
         rollout__max_turns=2, rollout__max_tool_tokens=40, train__steps=1, eval__splits=[],
     )  # fmt: skip
     result = agentrl.train(recipe)

@@ -215,7 +215,7 @@ def test_a_run_with_no_step_evaluates_and_saves(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     recipe = small(train__steps=0)
     folders = [agentrl.train(recipe, name="job").folder for _ in range(2)]
-    assert folders == [Path("runs/job-001"), Path("runs/job-002")]
+    assert folders == [tmp_path / "runs/job-001", tmp_path / "runs/job-002"]
     assert [row["step"] for row in metrics(folders[0])] == [0]
     assert metrics(folders[0]) == metrics(folders[1])
     assert (folders[0] / "checkpoints" / "step_0" / "model.safetensors").is_file()

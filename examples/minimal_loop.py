@@ -89,7 +89,7 @@ async def train(recipe: Recipe) -> None:
         for step in range(1, recipe.train.steps + 1):
             chosen = [tasks[i] for i in sampler.draw(recipe.rollout.tasks)]
             groups = await player.play(
-                chosen, recipe.rollout.n, seed=(recipe.train.seed, step), occasion=f"step_{step}"
+                chosen, recipe.rollout.n, seed=(recipe.train.seed, step), label=f"step_{step}"
             )
             loss, norm = policy.update(with_advantages(Batch.from_groups(groups), recipe.algorithm))
             await player.engine.update_weights(step)  # it shares the model: only its caches are dropped

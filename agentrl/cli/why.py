@@ -92,6 +92,8 @@ def _print(run: str, now: "Stored", first: "Stored | None", found: "Diagnosis") 
     then = f"; after step {first.step}: {found.first_failed} of {found.first_samples}" if first else ""
     lost = f"; {found.lost} more lost to errors that are not the model's" if found.lost else ""
     how = "failed" if found.below is None else f"earned less than the mean ({found.below:.3g})"
+    if found.below is not None and found.failed == found.samples:
+        how = f"earned the same ({found.below:.3g})"
     place = "step" if not now.evaluation else f"{now.split}, after step"
     title = f"{place} {now.step}: {found.failed} of {found.samples} samples {how}{then}{lost}"
     out.print(title, markup=False, soft_wrap=True, style="bold")
@@ -99,7 +101,8 @@ def _print(run: str, now: "Stored", first: "Stored | None", found: "Diagnosis") 
     if shown:
         out.print(_table(shown, first is not None))
     if not found.failed or found.failed == found.samples:
-        out.print("  nothing to compare: " + ("none failed" if not found.failed else "all failed"))
+        all_failed = "all failed" + ("; above is what many of them did" if shown else "")
+        out.print("  nothing to compare: " + (all_failed if found.failed else "none failed"))
     elif found.unexplained:
         none = "none of these" if shown else "nothing more often than solved samples, beyond what chance explains"
         out.print(f"  {found.unexplained} of the {found.failed} have {none}", soft_wrap=True)

@@ -2,7 +2,8 @@
 
 `diagnose` reads the stored samples of an evaluation (or training step), and those of the first one of the same split
 for the change since then. Each sample has signs (`signs.py`); a sign is a cause where failures have it more often than
-solved samples do, and so much more often that chance does not explain it.
+solved samples do, and so much more often that chance does not explain it. Where no sample was solved, what many of them
+did is listed in place of causes: there is nothing to compare it with.
 """
 
 import json
@@ -31,6 +32,9 @@ _VALUES = (
     12  # values of a field that are compared one by one; numbers and texts with more of them by quarters of the tasks
 )
 _TASKS = 4  # tasks that texts must agree on in the mean to be compared one by one, where there are more
+_COMMON = 0.2
+"""Share of the failures that must have a sign for it to be listed where no sample was solved."""
+_DONE = ("tool error", "calls", "finish")  # kinds of what a sample did wrong, by itself
 _LINE = 80  # characters of a field's value
 _COLUMNS = (
     "task", "environment", "sample", "reward", "solved", "finish", "boundary", "task_data", "messages", "branches",
@@ -124,7 +128,7 @@ def diagnose(path: Path, first: Path | None = None, *, piece: Callable[[int], st
     piece: returns the text of a token id; without it nothing is said about where the model was not sure.
 
     A sample failed where the environment does not call it solved; in a training step, which does not ask it, where it
-    earned less than the mean. Raises UserError: a file cannot be read, or is damaged.
+    earned less than the mean, or all earned the same. Raises UserError: a file cannot be read, or is damaged.
     """
     now = _Counted(path, piece)
     then = None if first is None else _Counted(first, piece)
@@ -310,7 +314,10 @@ class _Counted:
 
     def causes(self) -> list[Sign]:
         """The signs that are causes, see the module, the largest difference of the shares first."""
-        if not self.failed or not self.solved:
+        if not self.solved:
+            shares = [(-self.share(sign), sign) for sign in self._tallies if sign[0] in _DONE]
+            return [sign for share, sign in sorted(shares) if share <= -_COMMON]
+        if not self.failed:
             return []
         kinds = Counter(kind for kind, _ in self._tallies)
         found = []
@@ -344,12 +351,15 @@ def _choose(n: int, k: int) -> float:
 
 
 def _mean_reward(path: Path) -> float | None:
-    """The mean reward where no sample has the environment's word, else None."""
+    """The mean reward where no sample has the environment's word, else None; just above it where all earned the same,
+    so that all count as failed."""
     rows = read_rows(path, ["reward", "solved"]) if path.suffix == ".parquet" else read_records(path)
     if any(row.get("solved") is not None for row in rows):
         return None
     rewards = [row["reward"] for row in rows if isinstance(row.get("reward"), int | float)]
-    return sum(rewards) / len(rewards) if rewards else None
+    if not rewards:
+        return None
+    return math.nextafter(rewards[0], math.inf) if min(rewards) == max(rewards) else sum(rewards) / len(rewards)
 
 
 def _rows(path: Path, *, with_tokens: bool) -> Iterator[Row]:

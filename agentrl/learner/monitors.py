@@ -13,6 +13,7 @@ from typing import NamedTuple
 from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import COMPARING
+from agentrl.trajectory import UNKNOWN
 
 Row = Mapping[str, Json]
 """A row of `metrics.jsonl`."""
@@ -41,6 +42,8 @@ RANGES: Mapping[str, tuple[float | None, float | None]] = {
 }
 """Healthy values of metrics: name -> lowest and highest; None: no such bound."""
 
+UNKNOWN_NAMES = "tool/unknown/names"
+"""The key of a row under which stands, as text, which tools were called that there are not."""
 WINDOW = 10
 """Steps that are taken together, at the beginning of a run and at its end, where a change is looked for."""
 STEPS = 3
@@ -84,9 +87,12 @@ class History:
     """Split -> its evaluations in order."""
     evaluated: list[str] = field(default_factory=list)
     """The splits that the newest row evaluated."""
+    unknown_names: str = ""
+    """The tools that the newest row's samples called and that there are not, each with its count."""
 
     def add(self, row: Row) -> None:
-        """Add the next row; what is no finite number in it is left out."""
+        """Add the next row; what is no finite number in it is left out, but for `UNKNOWN_NAMES`."""
+        self.unknown_names = str(row.get(UNKNOWN_NAMES, ""))
         row = {key: value for key, value in row.items() if isinstance(value, int | float) and isfinite(value)}
         if row["step"] > 0:
             self.rows = [*self.rows[-KEPT + 1 :], row]
@@ -138,6 +144,35 @@ def _moved(before: Sequence[float], now: Sequence[float]) -> float:
 # Conditions: each returns a line, or None
 
 
+FEW_CALLS = 8
+"""Calls of a step below which nothing is said of their names."""
+ASTRAY = 0.75
+"""Calls a sample of tools that do not exist, from which on a model is not said to call none."""
+
+
+def tools_unknown(history: History) -> str | None:
+    """At least half of the calls of a step name tools that are not offered, or cannot be read."""
+    row = history.rows[-1] if history.rows else {}
+    if not (wrong := _unknown_calls(history, row)):
+        return None
+    return (
+        f"step {row['step']}: {wrong}. Likely cause: this model has not learned to call the tools that stand in its "
+        "prompt: warm-start it on demonstrations (agentrl sft, docs/fine_tuning.md), or take a model that has "
+        "(model.path)"
+    )
+
+
+def _unknown_calls(history: History, row: Row) -> str:
+    """What is wrong with the names of a step's calls; empty where most are right."""
+    unknown = row.get(f"tool/{UNKNOWN}/calls", 0)
+    calls = unknown + sum(row.get(f"tool/{name}/calls", 0) for name in _tools(history))
+    if calls < FEW_CALLS or 2 * unknown < calls:
+        return ""
+    named = f": {history.unknown_names}" if history.unknown_names else ""
+    offered = f"the tasks offer {', '.join(_tools(history))}" if _tools(history) else "the tasks offer no tools"
+    return f"{unknown} of {calls} calls name tools that do not exist{named}; {offered}"
+
+
 def no_contrast(history: History) -> str | None:
     """The samples of each task have equal rewards, STEPS steps in a row."""
     recipe, rows = history.recipe, history.rows[-STEPS:]
@@ -145,7 +180,7 @@ def no_contrast(history: History) -> str | None:
         return None
     return (
         f"{history.span}: no two samples of a task differed in their reward, and "
-        f"{recipe.algorithm.advantage.name} learned nothing. Likely cause: {_no_contrast_cause(recipe, rows[-1])}"
+        f"{recipe.algorithm.advantage.name} learned nothing. Likely cause: {_no_contrast_cause(history, rows[-1])}"
     )
 
 
@@ -158,13 +193,16 @@ def _learns_nothing(recipe: Recipe, row: Row) -> bool:
     return recipe.algorithm.advantage.name in COMPARING or (row.get("train/samples") == 0 and not waits)
 
 
-def _no_contrast_cause(recipe: Recipe, row: Row) -> str:
+def _no_contrast_cause(history: History, row: Row) -> str:
     """The likely cause by the metrics of a step; the surest sign is checked first."""
+    recipe = history.recipe
     played, failed = row.get("rollout/trajectories", 0), row.get("rollout/failed", 0)
     if row.get("groups/few", 0) > row.get("groups/equal", 0):
         return f"{failed} samples of the step failed, which left fewer than two of most tasks"
     if greedy := _greedy(recipe):
         return greedy
+    if unknown := _unknown_calls(history, row):
+        return f"{unknown}: warm-start the model (agentrl sft)"
     cut = sum(row.get(f"stop/{why}", 0) for why in ("length", "max_turns", "timeout"))
     if 2 * cut > played:
         return (
@@ -239,7 +277,8 @@ def tools_not_called(history: History) -> str | None:
             f"step {history.rows[-1]['step']}: the model hardly calls {', '.join(gone)} any more. Likely cause: "
             "answers without a call earn as much, or calls cost reward: compare both in trajectories/"
         )
-    if tools and len(history.rows) >= WINDOW and not any(map(any, calls.values())):
+    astray = fmean(_share(row, f"tool/{UNKNOWN}/calls") for row in history.rows[-WINDOW:] or [{}])
+    if tools and len(history.rows) >= WINDOW and not any(map(any, calls.values())) and astray < ASTRAY:
         return (
             f"the model called no tool in {WINDOW} steps ({', '.join(tools)}). Likely cause: a model that does not "
             "write this chat template's calls, or a reward that is earned without: try `agentrl try`, warm-start the "
@@ -448,7 +487,7 @@ def tool_slow(history: History) -> str | None:
 
 def _tools(history: History) -> list[str]:
     keys = [key.split("/") for row in history.rows[-1:] for key in row if key.startswith("tool/")]
-    return [name for name in dict.fromkeys(key[1] for key in keys if len(key) == 3) if name != "unknown"]
+    return [name for name in dict.fromkeys(key[1] for key in keys if len(key) == 3) if name != UNKNOWN]
 
 
 def environment_slow(history: History) -> str | None:
@@ -470,6 +509,7 @@ def environment_slow(history: History) -> str | None:
 
 
 CONDITIONS: Mapping[str, Callable[[History], str | None]] = {
+    "tools_unknown": tools_unknown,
     "no_contrast": no_contrast,
     "cut_by_length": cut_by_length,
     "cut_by_time": cut_by_time,

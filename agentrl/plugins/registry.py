@@ -201,6 +201,12 @@ def _make_environment(section: EnvSection | EnvPart, where: str) -> Environment:
     if "source" in section.args:
         raise UserError(f"{where}args.source: give it as {where}source")
     given = {"source": section.source, **section.args}
+    if (
+        section.source == type(section).model_fields["source"].default
+        and inspect.isclass(made)
+        and not _takes(made, "source")
+    ):
+        del given["source"]  # nobody asked for one
     if inspect.isroutine(made) and not _takes(made, "source"):
         raise UserError(
             f"environment {section.name!r} is a function without the argument `source`; expected an Environment "

@@ -159,6 +159,13 @@ def _compactions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {f"rollout/{name}": sum(extra[name] for extra in extras) for name in COUNTS if extras}
 
 
+def unknown_tools(groups: Sequence[Group]) -> str:
+    """The names that were called most although no such tool is offered, at most three, each with its count."""
+    uses = ((use, t.tools) for group in groups for t in group.trajectories for use in t.tool_uses)
+    names = Counter(use.name or "calls that cannot be read" for use, tools in uses if use.name not in tools)
+    return ", ".join(f"{name} ({count})" for name, count in names.most_common(3))
+
+
 def _tools(valid: Sequence[Trajectory]) -> dict[str, float]:
     uses: dict[str, list[ToolUse]] = {name: [] for t in valid for name in t.tools}
     for trajectory in valid:

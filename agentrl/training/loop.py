@@ -19,14 +19,14 @@ from agentrl.eval.result import Accuracy, SplitResult, failures
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE
 from agentrl.learner.learner import Learner
-from agentrl.learner.monitors import Finding, Health
+from agentrl.learner.monitors import UNKNOWN_NAMES, Finding, Health
 from agentrl.learner.roles import RoleHost
 from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.types import Json
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.journal import Journal
-from agentrl.rollout.metrics import by_environment, reward_metrics
+from agentrl.rollout.metrics import by_environment, reward_metrics, unknown_tools
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
@@ -167,6 +167,8 @@ class Loop:
             self.rollouts.publish(step)
         metrics |= {"time/sync_s": perf_counter() - trained, **self.profiler.take(metrics["time/train_s"])}
         metrics["time/step_s"] = perf_counter() - start
+        if names := unknown_tools(found.groups):
+            metrics[UNKNOWN_NAMES] = names
         self._to_show.append(partial(self.display.step, step, metrics))
         self.journal.step(step, found.groups, self.learner.learned, left_out=found.left_out)
         metrics |= self._evaluate_when_due(step)

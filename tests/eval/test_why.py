@@ -208,6 +208,17 @@ def test_chance_makes_no_cause(tmp_path: Path, each: int) -> None:
     assert diagnose(stored(tmp_path, 1, samples)).causes == ()
 
 
+def test_where_none_was_solved_what_many_did_is_listed(tmp_path: Path) -> None:
+    def astray(number: int) -> Trajectory:
+        uses = (ToolUse("search", 0, 0.1, "there is no tool named 'search'"),) if number % 2 else ()
+        return sample(number, True, tool_uses=uses, rewards={"answer": 0.0})
+
+    found = diagnose(stored(tmp_path, 1, [astray(n) for n in range(8)], split="train"))
+    assert (found.failed, found.samples) == (8, 8)
+    assert told(found)["tool error: an unknown tool: there is no tool named …"] == (4, 0.5, 0.0, None)
+    assert not any(cause.kind in ("field", "miscopied") for cause in found.causes)
+
+
 def test_a_training_steps_failures_earned_less_than_the_mean(tmp_path: Path) -> None:
     path = stored(tmp_path, 3, [sample(n, (n + i) % 2 == 0, i) for n in range(20) for i in range(4)], split="train")
     found = diagnose(path)

@@ -31,6 +31,7 @@ WELL = FLAT | {
 }  # fmt: skip
 GAMED = {"reward/brevity": 0.6, "reward/answer": 0.2}
 FAILING = {"rollout/failed": 2, "rollout/failed/tool": 1.5, "rollout/failed/reward": 0.5}
+ASTRAY = {"tool/unknown/calls": 128, "tool/calculator/calls": 0, "tool/unknown/names": "calc (128)"}
 STEPS = 40
 
 Changes = dict[str, Any]
@@ -77,6 +78,10 @@ def once(step: int) -> range:
         ("cut_by_time", {"stop/timeout": 1}, range(40), None, ""),
         ("answers_unreceived", {"gateway/calls": 8, "gateway/unreceived": 4}, range(10, 40), 13, r"received 50% of"),
         ("answers_unreceived", {"gateway/calls": 8, "gateway/unreceived": 1}, range(40), None, ""),
+        ("tools_unknown", ASTRAY, range(40), 1, r"step 1: 128 of 128 calls name tools that do not exist: calc \(128\); "
+         r"the tasks offer calculator\. .*agentrl sft"),
+        ("tools_unknown", ASTRAY | {"tool/unknown/calls": 15, "tool/calculator/calls": 17}, range(40), None, ""),
+        ("tools_unknown", ASTRAY | {"tool/unknown/calls": 7}, range(40), None, ""),
         ("tools_not_called", {"tool/calculator/calls": 0}, range(40), 10, r"no tool in 10 steps \(calculator\)"),
         ("tools_not_called", {"tool/calculator/calls": 0}, range(20, 40), 30, r"hardly calls calculator any more"),
         ("tools_not_called", {"tool/calculator/calls": 8}, range(20, 40), None, ""),

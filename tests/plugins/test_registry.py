@@ -256,7 +256,6 @@ def test_environments(plugins):
         ("room", {"sise": 2}, r"^env.args.sise: Room takes no such argument; did you mean 'size'\?$"),
         ("room", {"size": "big"}, r"^env.args.size: should be a valid integer, got 'big'$"),
         ("room", {"source": "x"}, r"^env.args.source: give it as env.source$"),
-        ("nosource", {}, r"^env.source: NoSource takes no such argument"),
         ("wrong", {}, r"expected an Environment class"),
     ],
 )
@@ -466,3 +465,9 @@ def test_an_environment_without_tasks_is_one_line(command, tmp_path, capsys):
     recipe.write_text(f"env: {{name: '{__name__}:Failing', args: {{name: empty}}}}\n")
     assert run([command, str(recipe)]) == 2
     assert capsys.readouterr().err.startswith("error: environment 'empty' (source generated) has no task")
+
+
+def test_a_class_without_a_source_is_given_none_unless_a_recipe_names_one(plugins):
+    assert make_environment(EnvSection(name="nosource")).name == "room"
+    with pytest.raises(UserError, match=r"^env.source: NoSource takes no such argument"):
+        make_environment(EnvSection(name="nosource", source="here"))

@@ -88,9 +88,7 @@ async def train(recipe: Recipe) -> None:
         await evaluate(held_out, 0)
         for step in range(1, recipe.train.steps + 1):
             chosen = [tasks[i] for i in sampler.draw(recipe.rollout.tasks)]
-            groups = await player.play(
-                chosen, recipe.rollout.n, seed=(recipe.train.seed, step), label=f"step_{step}"
-            )
+            groups = await player.play(chosen, recipe.rollout.n, seed=(recipe.train.seed, step), label=f"step_{step}")
             loss, norm = policy.update(with_advantages(Batch.from_groups(groups), recipe.algorithm))
             await player.engine.update_weights(step)  # it shares the model: only its caches are dropped
             print(f"step {step}  reward {mean_reward(groups):.3f}  loss {loss:+.4f}  gradient norm {norm:.3f}")

@@ -93,7 +93,7 @@ def _print(run: str, now: "Stored", first: "Stored | None", found: "Diagnosis") 
     lost = f"; {found.lost} more lost to errors that are not the model's" if found.lost else ""
     how = "failed" if found.below is None else f"earned less than the mean ({found.below:.3g})"
     if found.below is not None and found.failed == found.samples:
-        how = f"earned the same ({found.below:.3g})"
+        how = f"earned the same ({round(found.below, 9):g})"
     place = "step" if not now.evaluation else f"{now.split}, after step"
     title = f"{place} {now.step}: {found.failed} of {found.samples} samples {how}{then}{lost}"
     out.print(title, markup=False, soft_wrap=True, style="bold")

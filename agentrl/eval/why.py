@@ -35,6 +35,7 @@ _TASKS = 4  # tasks that texts must agree on in the mean to be compared one by o
 _COMMON = 0.2
 """Share of the failures that must have a sign for it to be listed where no sample was solved."""
 _DONE = ("tool error", "calls", "finish")  # kinds of what a sample did wrong, by itself
+_ENDED = ("finish", "stop")  # which is nothing wrong
 _LINE = 80  # characters of a field's value
 _COLUMNS = (
     "task", "environment", "sample", "reward", "solved", "finish", "boundary", "task_data", "messages", "branches",
@@ -315,7 +316,7 @@ class _Counted:
     def causes(self) -> list[Sign]:
         """The signs that are causes, see the module, the largest difference of the shares first."""
         if not self.solved:
-            shares = [(-self.share(sign), sign) for sign in self._tallies if sign[0] in _DONE]
+            shares = [(-self.share(sign), sign) for sign in self._tallies if sign[0] in _DONE and sign != _ENDED]
             return [sign for share, sign in sorted(shares) if share <= -_COMMON]
         if not self.failed:
             return []

@@ -8,14 +8,13 @@ second library has to find them again.
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Allowed = npt.NDArray[Any]
+Allowed = npt.NDArray[np.generic]
 """object [T]: of each token sampled under a constraint the ids that were allowed (`packed`), None elsewhere."""
 FORBIDDEN = -1e30
 """The logit of an id that is not allowed: its probability is 0, and 0 times its log-prob is no NaN."""

@@ -83,7 +83,7 @@ def contained(error: BaseException) -> Exception:
     return failure
 
 
-def call_plugin(owner: str, function: Callable[..., T], *arguments: Any) -> T:
+def call_plugin(owner: str, function: Callable[..., T], *arguments: object) -> T:
     """Call a plugin's synchronous function and return its result; a coroutine is closed, since nobody awaits it.
     owner: names the function in an error.
 

@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from os import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ import numpy.typing as npt
 from agentrl.containment.threads import DaemonThreads
 from agentrl.errors import UserError
 from agentrl.jsonable import Json
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -67,7 +70,7 @@ class Recent(Generic[V]):
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.most,)
 
     def __iter__(self) -> Iterator[Hashable]:
@@ -158,7 +161,7 @@ class ImageStore:
         self._others: list[Path] = []
         self._written: set[str] = set()
         self._short: dict[str, str] = {}
-        self._decoded: Recent[Any] = Recent(_KEPT)
+        self._decoded: Recent[Image] = Recent(_KEPT)
         self._files: OrderedDict[bytes, str] = OrderedDict()
         self._lock = threading.Lock()
         self._turns = [threading.Lock() for _ in range(64)]  # a file's by its hash: it is decoded once
@@ -192,7 +195,7 @@ class ImageStore:
                         self._files.popitem(last=False)
         return key
 
-    def _put(self, image: Any) -> str:
+    def _put(self, image: "Image") -> str:
         key = hashlib.sha256(b"%d %d " % image.size + image.tobytes()).hexdigest()
         if self._short.setdefault(key[:_HASH_DIGITS], key) != key:
             raise ImageError("the first 12 digits of its hash are those of another image")
@@ -213,7 +216,7 @@ class ImageStore:
             self._short.setdefault(key[:_HASH_DIGITS], key)
         return self._short.get(key[:_HASH_DIGITS]) == key
 
-    def load(self, key: str) -> Any:
+    def load(self, key: str) -> "Image":
         """An image, as PIL's, RGB. Raises UserError: it is not stored here."""
         if (image := self._decoded.get(key)) is None:
             image = _decoded(self.path(key), _STORED)
@@ -255,7 +258,7 @@ class ImageStore:
             raise UserError(f"the image {short} is not stored: its run's folder {FOLDER}/ lacks {short}*.png")
         return self._short[short]
 
-    def _write(self, key: str, image: Any) -> None:
+    def _write(self, key: str, image: "Image") -> None:
         with self._lock:
             if self._folder is None:
                 self._own = tempfile.TemporaryDirectory(prefix="agentrl-images-")
@@ -274,11 +277,11 @@ STORE = ImageStore()
 """Of this process. An image never changes, so nobody needs another."""
 
 
-def _memory(image: Any) -> int:
+def _memory(image: "Image") -> int:
     return 3 * int(image.width) * int(image.height)
 
 
-def unwrapped(given: object) -> Any:
+def unwrapped(given: object) -> object:
     """What a mapping with `bytes`, `path` or `url` holds, the first that is there; anything else as it is."""
     if isinstance(given, Mapping) and not given.keys().isdisjoint(_FIELDS):
         return next((given[name] for name in _FIELDS if given.get(name) is not None), None)
@@ -306,7 +309,7 @@ def size_of(given: object) -> ImageSize:
     return ImageSize(*(reversed(opened.size) if turned else opened.size))
 
 
-def _check_whole(opened: Any, stream: BinaryIO) -> None:
+def _check_whole(opened: "Image", stream: BinaryIO) -> None:
     """Raise ImageError for a file that is not whole: by what its form says of that, else by decoding it."""
     if opened.format == "PNG":
         try:
@@ -321,7 +324,7 @@ def _check_whole(opened: Any, stream: BinaryIO) -> None:
         _rgb(opened)
 
 
-def _named(given: Any) -> str:
+def _named(given: object) -> str:
     """The file of an image in brackets, where it is one."""
     known = isinstance(given, str | Path) and not str(given).startswith("data:")
     return f" ({str(given)[:200]})" if known else ""
@@ -331,12 +334,14 @@ def _damaged(error: Exception) -> ImageError:
     return ImageError(f"it is damaged: {' '.join(str(error).split())[:100]}")
 
 
-def _opened(given: Any, limits: ImageLimits) -> tuple[Any, BinaryIO | None]:
+def _opened(given: object, limits: ImageLimits) -> "tuple[Image, BinaryIO | None]":
     """An image that is not decoded yet, and the stream that it is read from. Raises ImageError."""
     from PIL import Image
 
-    opened, stream = given, None
-    if not isinstance(given, Image.Image):
+    stream = None
+    if isinstance(given, Image.Image):
+        opened = given
+    else:
         stream = _stream(given, limits.bytes)
         try:
             opened = Image.open(stream)
@@ -355,14 +360,14 @@ def _opened(given: Any, limits: ImageLimits) -> tuple[Any, BinaryIO | None]:
     return opened, stream
 
 
-def _decoded(given: object, limits: ImageLimits) -> Any:
+def _decoded(given: object, limits: ImageLimits) -> "Image":
     """An image as RGB, upright, what is transparent on white. Raises ImageError."""
     opened, stream = _opened(given, limits)
     with stream or nullcontext():
         return _rgb(opened)
 
 
-def _rgb(opened: Any) -> Any:
+def _rgb(opened: "Image") -> "Image":
     from PIL import Image, ImageOps
 
     try:
@@ -376,7 +381,7 @@ def _rgb(opened: Any) -> Any:
         raise _damaged(error) from error
 
 
-def _stream(given: Any, most: int) -> BinaryIO:
+def _stream(given: object, most: int) -> BinaryIO:
     """An image's file, to be read. Raises ImageError: it has more bytes than `most`, or there is none."""
     large = f"its file is larger than {most:,} bytes (rollout.max_image_bytes)"
     data = b""
@@ -508,7 +513,7 @@ def sized(message: object) -> Json:
     return _with_images(message, _size)
 
 
-def _with_images(message: Json, made: Callable[[Any], Any]) -> Json:
+def _with_images(message: Json, made: Callable[[object], object]) -> Json:
     content = message.get("content")
     if not isinstance(content, list) or not any(map(is_image, content)):
         return message
@@ -539,7 +544,7 @@ def sent_part(part: Json) -> Json:
     return {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if is_kept(part) else part
 
 
-def _stored(given: Any) -> str:
+def _stored(given: object) -> str:
     return STORE.again(given) if isinstance(given, str) and STORE.holds(given) else STORE.put(given)
 
 

@@ -11,9 +11,12 @@ import time
 import urllib.request
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.errors import UserError, describe
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 def is_remote(text: str) -> bool:
@@ -131,7 +134,7 @@ for _handler in (
     _PUBLIC.add_handler(_handler())
 
 
-def _files(system: Any, url: str, path: str) -> list[str]:
+def _files(system: "AbstractFileSystem", url: str, path: str) -> list[str]:
     if any(sign in path for sign in "*?["):
         return sorted(system.glob(path))
     web = url.startswith("http")  # where each page is a folder of what it links
@@ -140,7 +143,7 @@ def _files(system: Any, url: str, path: str) -> list[str]:
     return [path]
 
 
-def _copy(system: Any, files: list[str], folder: Path) -> None:
+def _copy(system: "AbstractFileSystem", files: list[str], folder: Path) -> None:
     """Copy files into a new folder, which is there whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     parents = [PurePosixPath(name).parent for name in files]

@@ -100,7 +100,7 @@ class AggregationEntry:
     """The aggregation."""
 
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 Entry = TypeVar("Entry", bound=AdvantageEntry | LossEntry | AggregationEntry)
 
 
@@ -136,7 +136,7 @@ class Registry(Generic[Entry]):
         return keep
 
     @property
-    def functions(self) -> dict[str, Callable[..., Any]]:
+    def functions(self) -> dict[str, Callable[..., object]]:
         """The registered functions by name, including the built-in ones."""
         return {name: entry.function for name, entry in self._entries.items()}
 
@@ -153,14 +153,14 @@ class Registry(Generic[Entry]):
         function = load(self.group, name)
         return next((e for e in self._entries.values() if e.function is function), None) or self._unregistered(function)
 
-    def bound(self, section: AdvantageSection | LossSection | AggregationSection) -> Callable[..., Any]:
+    def bound(self, section: AdvantageSection | LossSection | AggregationSection) -> Callable[..., object]:
         """The function that a recipe's section names, with its own arguments made and given to it.
 
         Raises UserError, one line: see `get`; arguments that it does not take.
         """
         return with_arguments(self.get(section.name).function, 2, section.args, f"algorithm.{self.kind}.args")
 
-    def chooser(self, section: LossSection) -> Callable[..., Any] | None:
+    def chooser(self, section: LossSection) -> Callable[..., object] | None:
         """The `choose` of the loss that a recipe's section names, with its arguments given to it; None where it
         has none. Raises UserError as `bound` does."""
         choose = getattr(self.get(section.name), "choose", None)

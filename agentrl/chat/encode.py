@@ -3,11 +3,15 @@
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import UserError
 from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 _SEPARATOR = "\ufdd0|\ufdd1"  # noncharacters: in no honest text, and broken in two in any other
 IMAGE = "\ufdd2"
@@ -26,7 +30,7 @@ class Encoder:
     construction). Ids of `plain` never hold a structural token.
     """
 
-    def __init__(self, tokenizer: Any, source: str) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", source: str) -> None:
         from tokenizers import Tokenizer
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -240,11 +244,11 @@ def sound(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _ids(tokenizer: "Tokenizer", text: str) -> list[int]:
     """Encode a text; half a surrogate pair, which no tokenizer takes, becomes U+FFFD. A long one is encoded as a batch,
     which lets other threads go on meanwhile."""
 
-    def encoded(whole: str) -> Any:
+    def encoded(whole: str) -> "Encoding":
         if len(whole) < _LONG:
             return tokenizer.encode(whole, add_special_tokens=False)
         return tokenizer.encode_batch_fast([whole], add_special_tokens=False)[0]

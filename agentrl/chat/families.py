@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.base import Opening, ParsedCall, ParsedTurn, PartialTurn
 from agentrl.chat.bridge import BridgeChat
@@ -19,6 +19,9 @@ from agentrl.chat.template import Template, TemplateRefusalError
 from agentrl.constraint import Constraint
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BY_MODEL_TYPE = {
     "qwen3": ("qwen3", "prime-qwen3"), "qwen3_moe": ("qwen3",), "qwen3_vl": ("qwen3-vl",),
@@ -80,7 +83,13 @@ class _NoClient(ModuleType):
 
 
 def find_family(
-    tokenizer: Any, template: Template, bridge: BridgeChat, *, kind: str, model_path: str, config: dict[str, Json]
+    tokenizer: "PreTrainedTokenizerBase",
+    template: Template,
+    bridge: BridgeChat,
+    *,
+    kind: str,
+    model_path: str,
+    config: dict[str, Json],
 ) -> tuple[Family | None, str]:
     """The first candidate that is proven, or None, and why."""
     if template.parts:
@@ -102,7 +111,7 @@ def find_family(
     return None, f"{', '.join(tried[:4])}{', ...' if tried[4:] else ''} of `renderers` would write other ids"
 
 
-def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Json]) -> list[str]:
+def _candidates(kind: str, model_path: str, tokenizer: "PreTrainedTokenizerBase", config: dict[str, Json]) -> list[str]:
     if kind != "auto":
         return [kind]
     known = _renderers_module("base").MODEL_RENDERER_MAP
@@ -114,7 +123,7 @@ def _candidates(kind: str, model_path: str, tokenizer: Any, config: dict[str, Js
     return list(dict.fromkeys([*[name for name in named if name], *rest]))
 
 
-def _renderers(name: str, tokenizer: Any) -> Iterator[Any]:
+def _renderers(name: str, tokenizer: "PreTrainedTokenizerBase") -> Iterator[object]:
     """The family's renderers: with its defaults, and with thinking switched off or on."""
     create_renderer = _renderers_module("base").create_renderer
     config_class: Any = type(_renderers_module("configs").config_from_name(name))
@@ -133,7 +142,7 @@ def _conversations() -> list[list[Message]]:
     """Conversations as far as a job writes them: user, tool call, result, answer, user; with thoughts, two
     calls, and arguments of every type."""
 
-    def call(i: int, **more: Any) -> Any:
+    def call(i: int, **more: object) -> Any:
         function = {"name": "calculator", "arguments": {"expression": f"{i} * 3", **more}}
         return {"type": "function", "id": f"call{i:05d}", "function": function}
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.chat.base import Chat
 from agentrl.chat.bridge import BridgeChat
@@ -17,9 +17,12 @@ from agentrl.errors import UserError, nearest
 from agentrl.models.image_input import ImageInput
 from agentrl.plugins.types import Json
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def load_chat(
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     model_path: str,
     kind: str = "auto",
@@ -63,7 +66,7 @@ def _seeing(bridge: BridgeChat, template: Template, encoder: Encoder, image_inpu
 
 
 def _chosen(
-    bridge: BridgeChat, tokenizer: Any, template: Template, kind: str, places: tuple[str, str]
+    bridge: BridgeChat, tokenizer: "PreTrainedTokenizerBase", template: Template, kind: str, places: tuple[str, str]
 ) -> BridgeChat | FamilyChat:
     """A proven family, or our bridge with the reason in its description."""
     if kind != "auto" and kind not in known_families():
@@ -90,7 +93,7 @@ def _template_text(source: str | None) -> str | None:
         raise UserError(f"the chat template {source!r} cannot be read: {error.strerror}") from error
 
 
-def _eos_ids(tokenizer: Any, places: Sequence[str]) -> frozenset[int]:
+def _eos_ids(tokenizer: "PreTrainedTokenizerBase", places: Sequence[str]) -> frozenset[int]:
     """The ids that the tokenizer and the model's generation_config.json declare as ends."""
     declared = _read(places, "generation_config.json").get("eos_token_id")
     ids = declared if isinstance(declared, list) else [declared]

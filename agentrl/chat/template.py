@@ -3,10 +3,13 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONTENT, USER, KEY, ANSWER = "Zqa000x", "Zqu000x", "zqk000x", "Zqb000x"
 
@@ -64,7 +67,9 @@ class Template:
     looks_for: finds in a content what the template looks for in contents; None where it looks for nothing.
     """
 
-    def __init__(self, tokenizer: Any, source: str | None, tools: Sequence[dict[str, Json]]) -> None:
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", source: str | None, tools: Sequence[dict[str, Json]]
+    ) -> None:
         self._tokenizer = tokenizer
         self.tools = list(tools)
         self.source = _source(tokenizer, source, self.tools)
@@ -103,7 +108,7 @@ class Template:
 
         shaped = [self._shaped(message) for message in messages]
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 shaped,
                 tools=list(tools) or None,
                 chat_template=self.source,
@@ -112,7 +117,7 @@ class Template:
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # the template is foreign
             raise TemplateRefusalError(str(error).strip() or type(error).__name__) from error
-        return text
+        return cast("str", text)  # as it is where nothing is tokenized
 
     def _shaped(self, message: Message) -> dict[str, Json]:
         shaped: dict[str, Json] = dict(message)
@@ -153,7 +158,7 @@ def _looks_for(source: str) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, literals)), re.IGNORECASE) if literals else None
 
 
-def _source(tokenizer: Any, source: str | None, tools: Sequence[dict[str, Json]]) -> str:
+def _source(tokenizer: "PreTrainedTokenizerBase", source: str | None, tools: Sequence[dict[str, Json]]) -> str:
     if source is not None:
         return source
     try:

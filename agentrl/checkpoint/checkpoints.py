@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from os import rename
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.checkpoint import disk, sharded
 from agentrl.checkpoint.huggingface import ADAPTER, save_model
@@ -23,6 +23,9 @@ from agentrl.checkpoint.roles import TRAINER, check_whole
 from agentrl.errors import UserError
 from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ADAPTER", "Checkpoints", "NotSaved", "Saved", "save_model"]
 
@@ -120,7 +123,11 @@ class Checkpoints:
     """
 
     def __init__(
-        self, folder: str | Path, keep: int, tokenizer: Any = None, on_saved: Callable[[], None] = lambda: None
+        self,
+        folder: str | Path,
+        keep: int,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        on_saved: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.keep, self.tokenizer, self._on_saved = Path(folder), keep, tokenizer, on_saved
         self._open: Pending | None = None

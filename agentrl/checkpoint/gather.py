@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ class Gatherer:
     """Gathers tensors, sharded (DTensor) or whole, over `group`: a gloo group of all ranks that nobody else uses
     meanwhile (None: there is one process)."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self._rank = dist.get_rank(group) if group is not None else 0
 

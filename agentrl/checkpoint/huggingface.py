@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from agentrl.checkpoint.safetensors_writer import Slot, write_file, write_model
 from agentrl.jsonable import dumps
 from agentrl.models import lora
 from agentrl.weights.source import as_saved
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ADAPTER = "adapter"
 SHARD = 4_000_000_000
@@ -45,7 +49,7 @@ class HuggingFace:
     """Writes the folder of `model`. `snapshot` returns the tensor whose values are written for a parameter: its float32
     master, a copy, or itself."""
 
-    def __init__(self, model: Any, snapshot: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
+    def __init__(self, model: "PreTrainedModel", snapshot: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
         self._model = model
         self._entries = sorted(
             _entries(model), key=lambda entry: -entry.slots[0].dtype.itemsize
@@ -54,7 +58,7 @@ class HuggingFace:
         self._values = {id(part): snapshot(part) for entry in self._entries for part in entry.parts()}
         self._layers = {entry.name: _frozen(entry.layer) for entry in self._entries if entry.layer is not None}
 
-    def begin(self, folder: Path, tokenizer: Any = None) -> None:
+    def begin(self, folder: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         """Write everything but the weights, on one rank. Raises OSError."""
         progress.disable_progress_bar()
         self._model.save_pretrained(folder, state_dict={})
@@ -66,10 +70,10 @@ class HuggingFace:
             (folder / ADAPTER / lora.CONFIG).write_text(config, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        if getattr(self._model, "image_input", None) is not None:
-            self._model.image_input.processor.save_pretrained(folder)
+        if (images := getattr(self._model, "image_input", None)) is not None:
+            images.processor.save_pretrained(folder)
 
-    def write(self, folder: Path, group: Any = None, shard: int = SHARD) -> None:
+    def write(self, folder: Path, group: "dist.ProcessGroup | None" = None, shard: int = SHARD) -> None:
         """Write the weights; every rank of `group` calls this (see Gatherer). Raises OSError on rank 0."""
         import torch.distributed as dist
 
@@ -106,7 +110,7 @@ class HuggingFace:
             yield gather(self._values[id(tensor)]).to(tensor.dtype)
 
 
-def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
+def save_model(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
     """Write a folder that `from_pretrained` loads: config.json, model.safetensors in the model's dtype, the tokenizer.
 
     An adapter is merged into the weights, and also written to `adapter/` in peft's format.
@@ -117,7 +121,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     found.write(folder)
 
 
-def _entries(model: Any) -> Iterator[_Entry]:
+def _entries(model: "PreTrainedModel") -> Iterator[_Entry]:
     seen: set[int] = set()
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor, layer in lora.plain_tensors(model):
@@ -130,7 +134,7 @@ def _entries(model: Any) -> Iterator[_Entry]:
         yield _Entry(name, tensor, layer, slots)
 
 
-def _on_disk(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _on_disk(model: "PreTrainedModel", name: str, tensor: Tensor) -> dict[str, Tensor]:
     return as_saved(model, {name: tensor})
 
 
@@ -144,7 +148,7 @@ def _frozen(layer: Any) -> Any:
     return SimpleNamespace(lora_A={lora.ADAPTER: a}, lora_B={lora.ADAPTER: b}, base_layer=base, scaling=layer.scaling)
 
 
-def _adapter_slots(model: Any) -> list[tuple[Slot, Tensor]]:
+def _adapter_slots(model: "PreTrainedModel") -> list[tuple[Slot, Tensor]]:
     names, parameters = lora.adapter_state(model), lora.adapter_parameters(model)
     return [
         (Slot(name, p.dtype, tuple(p.shape)), p) for name, p in zip(names, parameters, strict=True)

@@ -73,7 +73,7 @@ class Store:
         from fsspec.callbacks import Callback
 
         class Moved(Callback):  # type: ignore[misc]
-            def call(self, hook_name: str | None = None, **more: Any) -> None:
+            def call(self, hook_name: str | None = None, **more: object) -> None:
                 moved()
 
         path = f"{self._root}/{name}"

@@ -7,9 +7,9 @@
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from agentrl.checkpoint import disk, sharded
 from agentrl.checkpoint.huggingface import HuggingFace
 from agentrl.checkpoint.pending import Pending
 from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ACTOR = "actor"
 TRAINER = "trainer"
@@ -52,7 +55,7 @@ class RoleState(Protocol):
         """Its optimizer."""
 
 
-def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: Any = None) -> Pending:
+def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: dist.ProcessGroup | None = None) -> Pending:
     """Write `trainer/<role>/` for each of `roles` below `folder`, which exists, and the Hugging Face model of `actor`
     into `folder` itself. Returns as soon as the trained tensors are copied to the CPU: the roles may go on learning
     while a thread writes.
@@ -102,7 +105,7 @@ def _begin(exported: HuggingFace, folder: Path) -> OSError | None:
     return None
 
 
-def _agree(refused: OSError | None, group: Any) -> None:
+def _agree(refused: OSError | None, group: dist.ProcessGroup | None) -> None:
     """Raise the error of rank 0 on every rank, so that none waits for it."""
     box = [refused]
     if group is not None:
@@ -132,13 +135,13 @@ def _why(error: BaseException, name: str, path: Path) -> str:
     return f"{name}: {sharded.line(error)}"
 
 
-def parameters(model: Any) -> dict[str, Tensor]:
+def parameters(model: "PreTrainedModel") -> dict[str, Tensor]:
     """The trained parameters by name; sharded ones as shards."""
     model.state_dict(keep_vars=True)  # makes FSDP2 reshard what a forward pass has gathered
     return {_plain(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _buffers(model: Any) -> dict[str, Tensor]:
+def _buffers(model: "PreTrainedModel") -> dict[str, Tensor]:
     """The buffers that are saved with a model."""
     saved = model.state_dict(keep_vars=True)
     return {_plain(name): b for name, b in model.named_buffers() if name in saved}
@@ -170,7 +173,7 @@ def _state(role: RoleState, rank: int) -> dict[str, Tensor]:
     return {**kept, **rng_state(rank)}
 
 
-def _stand_in(role: RoleState, state: Mapping[str, Tensor]) -> Any:
+def _stand_in(role: RoleState, state: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
     """A function from a tensor of the model to its copy; a tensor that is not trained has no copy."""
     copies = {id(p): state[WEIGHT + name] for name, p in parameters(role.model).items()}
     copies |= {id(b): state[BUFFER + name] for name, b in _buffers(role.model).items()}

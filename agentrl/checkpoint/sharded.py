@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
@@ -57,7 +58,7 @@ _RECORDS = {
 """Every class and function that torch writes there for tensors -> the name of its record."""
 
 
-def write(tensors: Mapping[str, Tensor], folder: Path, group: Any = None) -> None:
+def write(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the tensors of every rank of `group`, all of which call this (None: one process).
 
     Raises what the file system raises, inside torch's CheckpointException on every rank.
@@ -138,7 +139,7 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str, /) -> Any:
+    def find_class(self, module: str, name: str, /) -> object:
         if (known := _RECORDS.get((module, name))) is not None:
             return type("_Record", (_Record,), {"name": known})
         found = getattr(torch, name, None) if module == "torch" else None
@@ -156,7 +157,7 @@ def _metadata(record: object) -> Metadata:
     return Metadata(tensors, planner_data={name: (name,) for name in tensors}, storage_data=storage)
 
 
-def _tensor(record: Any) -> TensorStorageMetadata:
+def _tensor(record: object) -> TensorStorageMetadata:
     state = _state(record, "TensorStorageMetadata")
     dtype = _named(state["properties"], "TensorProperties").state[0]
     return TensorStorageMetadata(
@@ -164,12 +165,12 @@ def _tensor(record: Any) -> TensorStorageMetadata:
     )
 
 
-def _chunk(record: Any) -> ChunkStorageMetadata:
+def _chunk(record: object) -> ChunkStorageMetadata:
     state = _state(record, "ChunkStorageMetadata")
     return ChunkStorageMetadata(_size(state["offsets"]), _size(state["sizes"]))
 
 
-def _storage(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
+def _storage(index: object, info: object) -> tuple[MetadataIndex, _StorageInfo]:
     at, where = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
     name = _checked(where["relative_path"], str)
     if Path(name).name != name:
@@ -184,7 +185,7 @@ def _storage(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
     )
 
 
-def _size(record: Any) -> torch.Size:
+def _size(record: object) -> torch.Size:
     (numbers,) = _named(record, "Size").arguments
     return torch.Size([_checked(number, int) for number in numbers])
 

@@ -1,6 +1,6 @@
 """`agentrl check`: show what a recipe would run, without loading a model."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
 
     from agentrl.models.memory import MemoryPlan
     from agentrl.plugins.environment import Environment
@@ -388,13 +389,15 @@ def _images_note(recipe: "Recipe", tokens: "Sequence[int]") -> str:
     )
 
 
-def _tokenizer(place: str, trust_remote_code: bool) -> Any:
+def _tokenizer(place: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase | None":
     from transformers import AutoTokenizer
 
     from agentrl.models.image_input import image_input
 
     try:
-        found = AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=trust_remote_code)
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=trust_remote_code
+        )
         found.image_input = image_input(place, trust_remote_code)
         return found
     except (OSError, ValueError):

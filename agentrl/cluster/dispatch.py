@@ -1,10 +1,10 @@
 """`Dispatch`: how the arguments of one call reach many workers, and how their outputs become one result."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """Positional and keyword arguments of a single call."""
@@ -29,7 +29,7 @@ class Shape:
 Scatter = Callable[[Shape, tuple[object, ...], dict[str, object]], tuple[list[Arguments | None], Any]]
 """The arguments of each rank (None: not called), and a context for `Gather`. An object that several ranks share
 is sent once."""
-Gather = Callable[[Shape, list[object], Any], Any]
+Gather = Callable[[Shape, list[object], Any], object]
 """The result, from one output a rank (None for ranks not called) and the context of `Scatter`."""
 
 
@@ -48,12 +48,22 @@ class Dispatch:
     """Make the result of the ranks' outputs."""
 
 
+class Parts(Protocol):
+    """Data that were split."""
+
+    @property
+    def parts(self) -> Sequence[object]:
+        """One entry a part, any of which may be empty."""
+
+    def join(self, outputs: list[object]) -> object:
+        """Join the outputs of the parts."""
+
+
 @runtime_checkable
 class Distributable(Protocol):
-    """Data that can be split: `distribute(parts)` returns an object with `parts` (a list, one entry a part, any of
-    which may be empty) and `join(outputs)`, which joins the outputs of the parts."""
+    """Data that can be split."""
 
-    def distribute(self, parts: int) -> Any:
+    def distribute(self, parts: int) -> Parts:
         """Split the data into `parts` parts."""
 
 
@@ -109,7 +119,7 @@ def _to_first(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object])
 
 
 def _split(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[list[Arguments | None], Any]:
-    partitions: dict[int | str, Any] = {
+    partitions: dict[int | str, Parts] = {
         key: value.distribute(shape.parts) for key, value in _named(args, kwargs) if isinstance(value, Distributable)
     }
     if not partitions:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.cluster.dispatch import Arguments, Dispatch, Shape, registered
 from agentrl.cluster.errors import ClusterError, WorkerLost
@@ -23,6 +23,9 @@ from agentrl.cluster.post_mortem import (
 from agentrl.cluster.session import Session
 from agentrl.cluster.spawn import pickled, spawn, starts, wait_for_processes
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 GRACE_SECONDS = 2.0
 """Time for the other ranks to answer once one has raised: they may raise too, or wait for it for ever."""
 START_SECONDS = 180.0
@@ -36,7 +39,11 @@ class Future:
     """The result of a call in flight."""
 
     def __init__(
-        self, group: "WorkerGroup", method: str, refs: dict[Any, int], gather: Callable[[list[Any]], object]
+        self,
+        group: "WorkerGroup",
+        method: str,
+        refs: "dict[ObjectRef[Answer], int]",
+        gather: Callable[[list[object]], object],
     ) -> None:
         self._group, self._method, self._refs, self._gather = group, method, refs, gather
 
@@ -56,7 +63,7 @@ class Method:
     def __init__(self, group: "WorkerGroup", name: str, dispatch: Dispatch, blocking: bool) -> None:
         self._group, self._name, self._dispatch, self._blocking = group, name, dispatch, blocking
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         future = self.future(*args, **kwargs)
         return future.result() if self._blocking else future
 
@@ -100,7 +107,7 @@ class WorkerGroup:
         self.shape = Shape(pool.workers, sequence_parallel)
         self._advice = getattr(worker_class, "memory_advice", "give it less at once")
         self._sending = threading.Lock()
-        self._open: dict[Any, tuple[int, str]] = {}  # calls not answered yet, oldest first: rank, method
+        self._open: dict[ObjectRef[Answer], tuple[int, str]] = {}  # calls not answered yet, oldest first: rank, method
         self._alive = 0.0  # when a worker last answered, or gave a sign of progress as far as that was asked
         self._lost: WorkerLost | None = None
         self._references: list[WorkerReference] = []
@@ -135,7 +142,7 @@ class WorkerGroup:
         """The workers' processes, by rank."""
         return [worker.process for worker in self._references]
 
-    def send(self, method: str, calls: Sequence[Arguments | None]) -> dict[Any, int]:
+    def send(self, method: str, calls: Sequence[Arguments | None]) -> "dict[ObjectRef[Answer], int]":
         """Start a call on every rank that has arguments. Returns object reference -> rank."""
         if self._lost is None and self._actors:
             payloads = self._payloads(calls)
@@ -149,7 +156,7 @@ class WorkerGroup:
                 return refs
         raise self._lost or ClusterError(f"the group {self.name!r} was closed")
 
-    def collect(self, method: str, refs: dict[Any, int], timeout: float | None = None) -> list[Any]:
+    def collect(self, method: str, refs: "dict[ObjectRef[Answer], int]", timeout: float | None = None) -> list[Any]:
         """The outputs by rank, None for ranks that were not called. timeout: seconds, in place of the group's.
         Raises as `Future.result` does."""
         timeout = self.timeout if timeout is None else timeout
@@ -214,7 +221,7 @@ class WorkerGroup:
         sizes = self.collect("__init__", refs, max(self.timeout, START_SECONDS))
         self._references = [replace(worker, since=since) for worker, since in zip(self._references, sizes, strict=True)]
 
-    def _payloads(self, calls: Sequence[Arguments | None]) -> list[Any]:
+    def _payloads(self, calls: Sequence[Arguments | None]) -> list[object]:
         """Put arguments that several ranks share into the object store, once."""
         import ray
 
@@ -223,7 +230,7 @@ class WorkerGroup:
         shared = {key: ray.put(call) for key, call in distinct.items() if ids.count(key) > 1}
         return [shared.get(id(call), call) for call in calls]
 
-    def _next(self, method: str, waiting: dict[Any, int], seconds: float) -> tuple[int, Answer] | None:
+    def _next(self, method: str, waiting: "dict[ObjectRef[Answer], int]", seconds: float) -> tuple[int, Answer] | None:
         """Take the next answer off `waiting`; return its rank and it, None if none came in time. Raises WorkerLost."""
         import ray
 

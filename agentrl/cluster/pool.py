@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.session import Session
@@ -119,7 +119,7 @@ class ResourcePool:
         """Free the slots for another group, after this one has ended."""
         self._group = None
 
-    def place(self, node: int) -> dict[str, Any]:
+    def place(self, node: int) -> dict[str, object]:
         """Ray's options for an actor on the pool's node number `node`."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

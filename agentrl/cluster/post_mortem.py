@@ -5,15 +5,18 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.cluster.errors import ClusterError, WorkerLost, tail
 from agentrl.cluster.host import STACKS, Failure, ProcessInfo, oom_kills
 from agentrl.cluster.worker import last_heartbeat
 from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 T = TypeVar("T")
 KILLED = "it was killed (SIGKILL)"
@@ -162,7 +165,7 @@ def silence_here(workers: list[WorkerReference]) -> list[float]:
     return [time.time() - at if (at := last_heartbeat(worker.log)) is not None else math.inf for worker in workers]
 
 
-def _on_machines(workers: list[WorkerReference], look: Callable[..., list[T]], *arguments: Any) -> list[T | None]:
+def _on_machines(workers: list[WorkerReference], look: Callable[..., list[T]], *arguments: object) -> list[T | None]:
     """Call `look(workers, *arguments)` with the workers of each machine on that machine, all at once; return what it
     gives for each worker, None for those on a machine that does not answer."""
     import ray
@@ -172,7 +175,7 @@ def _on_machines(workers: list[WorkerReference], look: Callable[..., list[T]], *
     by_node: dict[str, list[WorkerReference]] = {}
     for worker in workers:
         by_node.setdefault(worker.process.node_id, []).append(worker)
-    tasks: dict[str, Any] = {
+    tasks: dict[str, ObjectRef[Iterable[T]]] = {
         node_id: ray.remote(look)
         .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
         .remote(there, *arguments)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from agentrl.compute.hf_attention import checkpoint_contexts
 from agentrl.models.shape import longest_list
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def recompute(model: Any, offload: bool = False) -> None:
+
+def recompute(model: "PreTrainedModel", offload: bool = False) -> None:
     """Make the layers of `model` recompute their activations in the backward pass.
 
     offload: keep the inputs of the layers in CPU memory until then. A layer runs again with the attention of its first
@@ -37,10 +40,10 @@ def _has_table(module: nn.Module) -> bool:
     return any(isinstance(inner, nn.Embedding) for inner in module.modules())
 
 
-def _wrap(block: nn.Module, model: Any, offload: bool) -> None:
+def _wrap(block: nn.Module, model: "PreTrainedModel", offload: bool) -> None:
     once = block.forward
 
-    def forward(*arguments: Any, **options: Any) -> Any:
+    def forward(*arguments: object, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return once(*arguments, **options)
         around = partial(checkpoint_contexts, model)

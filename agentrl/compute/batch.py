@@ -263,7 +263,7 @@ def _from_trees(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Ba
     )
 
 
-def _keyed(trajectories: Sequence[Trajectory], paths: Sequence[Any]) -> dict[str, Array]:
+def _keyed(trajectories: Sequence[Trajectory], paths: Sequence[Ints | slice]) -> dict[str, Array]:
     """The column `keyed_ids` of these paths of the trajectories, where there are images."""
     if not any(t.images for t in trajectories):
         return {}
@@ -271,7 +271,7 @@ def _keyed(trajectories: Sequence[Trajectory], paths: Sequence[Any]) -> dict[str
     return {KEYED: _concatenate(rows, np.int64)}
 
 
-def _allowed(trajectories: Sequence[Trajectory], paths: Sequence[Any]) -> dict[str, Array]:
+def _allowed(trajectories: Sequence[Trajectory], paths: Sequence[Ints | slice]) -> dict[str, Array]:
     """The column ALLOWED of these paths of the trajectories, where any token was sampled under a constraint."""
     if all(t.allowed is None for t in trajectories):
         return {}
@@ -349,7 +349,7 @@ class Partition:
             return merged
         raise ValueError(f"cannot join outputs of type {', '.join(sorted({type(o).__name__ for o in outputs}))}")
 
-    def _column(self, outputs: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    def _column(self, outputs: Sequence[Array]) -> Array:
         sizes = [len(output) for output in outputs]
         joined = np.concatenate([output for output in outputs if len(output)] or [outputs[0]])
         if sizes == [int(part.offsets[-1]) for part in self.parts]:

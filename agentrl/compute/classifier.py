@@ -6,7 +6,7 @@ Scores equal those of the model on separate sequences up to rounding: packing an
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,15 @@ from agentrl.compute.packing import Packed, indices, pack
 from agentrl.errors import UserError
 from agentrl.models.image_input import image_input
 from agentrl.models.load import find_device, let_classify
+from agentrl.models.parts import embeddings
 from agentrl.models.prove import disproof
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import ModelSection
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+T = TypeVar("T")
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
@@ -73,14 +78,15 @@ class ModuleScores:
     """A `ScoreForward` by a causal model with attention over shared-prefix trees, and its linear layer `score`.
     max_over_ranks: see `Vision`."""
 
-    def __init__(self, model: Any, max_over_ranks: Callable[[int], int] | None = None) -> None:
+    def __init__(self, model: "PreTrainedModel", max_over_ranks: Callable[[int], int] | None = None) -> None:
         self.model, self.vision = model, vision_of(model, max_over_ranks)
 
     def __call__(self, packed: Packed) -> Tensor:
-        backbone, device = getattr(self.model, self.model.base_model_prefix), self.model.score.weight.device
+        backbone = getattr(self.model, self.model.base_model_prefix)
+        device = self.model.get_parameter("score.weight").device
         states = hidden_states(backbone, backbone, packed, device, vision=self.vision)
         read = torch.from_numpy(packed.predicted).to(states.device)
-        scores: Tensor = self.model.score(states.index_select(0, read))
+        scores: Tensor = self.model.get_submodule("score")(states.index_select(0, read))
         return scores[:, 0].float()
 
 
@@ -90,7 +96,7 @@ class SequenceScores:
     max_over_ranks: see `SequenceRunner`.
     """
 
-    def __init__(self, model: Any, max_over_ranks: Callable[[int], int] | None = None) -> None:
+    def __init__(self, model: "PreTrainedModel", max_over_ranks: Callable[[int], int] | None = None) -> None:
         self.model, self.max_over_ranks = model, max_over_ranks
 
     def __call__(self, packed: Packed) -> Tensor:
@@ -101,14 +107,15 @@ class SequenceScores:
 
     def _score(self, path: Ints) -> Tensor:
         if (vision := vision_of(self.model, self.max_over_ranks)) is not None:
-            seen: Tensor = self.model.score(vision.states(path)[last_real(path, padding_of(self.model.config))])
+            score_of = self.model.get_submodule("score")
+            seen: Tensor = score_of(vision.states(path)[last_real(path, padding_of(self.model.config))])
             return seen[0].float()
         device = next(self.model.parameters()).device
         score: Tensor = self.model(input_ids=torch.from_numpy(path).to(device)[None]).logits[0, 0].float()
         return score
 
 
-def scoring_batch(rows: Sequence[npt.NDArray[Any]], groups: Sequence[int]) -> Batch:
+def scoring_batch(rows: Sequence[npt.NDArray[np.generic]], groups: Sequence[int]) -> Batch:
     """A batch of sequences. rows: the ids of each, int32, at least one; int64 where images are among them, keyed
     (`images.keyed`). groups: the group of each; neighbours of one group may share a prefix."""
     lengths = np.array([len(row) for row in rows], np.int64)
@@ -124,7 +131,7 @@ def scoring_batch(rows: Sequence[npt.NDArray[Any]], groups: Sequence[int]) -> Ba
     )
 
 
-def choose(model: Any) -> tuple[type[ModuleScores | SequenceScores], str]:
+def choose(model: "PreTrainedModel") -> tuple[type[ModuleScores | SequenceScores], str]:
     """The fastest implementation that is exact for `model`, and one line about it."""
     packed, tolerance = probe_of(model), TOLERANCE.get(next(model.parameters()).dtype, 0.25)
     fast, slow = lambda: ModuleScores(model)(packed), lambda: SequenceScores(model)(packed)
@@ -135,10 +142,10 @@ def choose(model: Any) -> tuple[type[ModuleScores | SequenceScores], str]:
     return ModuleScores, "packed, prompts shared"
 
 
-def probe_of(model: Any) -> Packed:
+def probe_of(model: "PreTrainedModel") -> Packed:
     """A small packed row on which implementations are compared."""
     rng = np.random.default_rng(0)
-    vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    vocabulary = int(embeddings(model).shape[0])
     opening = rng.integers(0, vocabulary, 5)
     rows = [np.concatenate([opening, rng.integers(0, vocabulary, n)]) for n in (3, 6)] + [
         rng.integers(0, vocabulary, 9)
@@ -147,7 +154,7 @@ def probe_of(model: Any) -> Packed:
     return pack(probe, prefix_trees(probe))
 
 
-def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:
+def load_classifier(recipe: Recipe, device: torch.device | str = "cpu") -> "PreTrainedModel":
     """Load the sequence classifier that `rewards.model` names, in the policy's dtype, frozen, onto `device`.
 
     Raises UserError: no such folder, no classifier in it, more than one label, or a head without weights.
@@ -172,10 +179,11 @@ def load_classifier(recipe: Recipe, device: Any = "cpu") -> Any:
         missing = ", ".join(sorted(info["missing_keys"])[:2])
         raise UserError(f"rewards.model: {path} is not a trained classifier: it has no weights for {missing}")
     model.image_input = image_input(folder, section.trust_remote_code)
-    return model.to(device).eval().requires_grad_(False)
+    frozen: PreTrainedModel = model.to(device).eval().requires_grad_(False)
+    return frozen
 
 
-def classifier_skeleton(recipe: Recipe) -> Any:
+def classifier_skeleton(recipe: Recipe) -> "PreTrainedModel":
     """Build the same module without weights, on torch's default device. Raises UserError as `classifier_config`."""
     from transformers import AutoModelForSequenceClassification
 
@@ -186,10 +194,11 @@ def classifier_skeleton(recipe: Recipe) -> Any:
         trust_remote_code=section.trust_remote_code,
     ).eval()
     model.image_input = image_input(classifier_folder(path), section.trust_remote_code)
-    return model
+    skeleton: PreTrainedModel = model
+    return skeleton
 
 
-def classifier_config(path: str, section: ModelSection) -> Any:
+def classifier_config(path: str, section: ModelSection) -> "PretrainedConfig":
     """The transformers configuration of the classifier at `path`.
 
     Raises UserError: no configuration there, an architecture that cannot classify, or more than one label.
@@ -197,7 +206,7 @@ def classifier_config(path: str, section: ModelSection) -> Any:
     from transformers import AutoConfig
 
     folder = classifier_folder(path)
-    config = _load_or_explain(
+    config: PretrainedConfig = _load_or_explain(
         path,
         "its configuration",
         lambda: AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code),
@@ -227,7 +236,7 @@ def classifier_folder(path: str) -> str:
     return path
 
 
-def _load_or_explain(path: str, what: str, load: Callable[[], object]) -> Any:
+def _load_or_explain(path: str, what: str, load: Callable[[], T]) -> T:
     """`load()`. Raises UserError, one line, for any error of it: this is the boundary to files and to the
     hub."""
     from transformers.utils import logging
@@ -245,7 +254,7 @@ def _load_or_explain(path: str, what: str, load: Callable[[], object]) -> Any:
         logging.set_verbosity(before)
 
 
-def padding_of(config: Any) -> int | None:
+def padding_of(config: "PretrainedConfig") -> int | None:
     """The padding id, which a classifier skips when it looks for the end of a sequence; None if it has none."""
     pad: int | None = config.get_text_config().pad_token_id
     return pad

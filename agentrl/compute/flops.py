@@ -15,7 +15,7 @@ kept; of a tower that attends in windows, attention counts in the layers without
 from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,8 +23,12 @@ import torch
 from agentrl.compute.batch import KEYED, Batch, prefix_trees
 from agentrl.images import runs
 from agentrl.models.dense import linear
+from agentrl.models.parts import embeddings
 from agentrl.models.vision import towers
 from agentrl.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 TERA = 1e12
 ROLES = ("actor", "reference", "critic", "reward_model")
@@ -68,13 +72,13 @@ class Cost:
     """FLOPs of the tower's forward pass for one feature that attends to another."""
 
     @classmethod
-    def of(cls, model: Any, adapter: bool = True) -> "Cost":
+    def of(cls, model: "PreTrainedModel", adapter: bool = True) -> "Cost":
         """Count the parameters of a language model, a value model or a classifier, sharded or not. Of the experts,
         those count that a token passes. adapter: False leaves an adapter out that is switched off."""
         text = model.config.get_text_config()
         output = getattr(model, "lm_head", None) or getattr(model, "score", None)
         backbone = model if hasattr(model, "get_input_embeddings") else model.model
-        embedding = backbone.get_input_embeddings().weight
+        embedding = embeddings(backbone)
         head: Any = None if output is None else output.weight
         seeing, patches = {id(p) for tower in towers(model) for p in tower.parameters()}, _patches(model.config)
         body = trained = tower = trained_tower = 0
@@ -153,14 +157,14 @@ def _active(text: Any) -> float:
     return text.num_experts_per_tok / experts if experts else 1.0
 
 
-def _patches(config: Any) -> int:
+def _patches(config: "PretrainedConfig") -> int:
     """The patches of an image that a feature is made of."""
     vision = getattr(config, "vision_config", None)
     side = getattr(vision, "spatial_merge_size", None) or getattr(vision, "pooling_kernel_size", None) or 1
     return int(side) ** 2
 
 
-def _tower_pair(config: Any) -> int:
+def _tower_pair(config: "PretrainedConfig") -> int:
     """The FLOPs of a vision tower's forward pass for one patch that attends to another."""
     vision = config.vision_config
     layers: Any = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", 0)
@@ -217,7 +221,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return _measured_peak(dtype) if device.type == "cpu" else None
 
 
-def peak_of(model: Any, recipe: Recipe, device: torch.device) -> float | None:
+def peak_of(model: "PreTrainedModel", recipe: Recipe, device: torch.device) -> float | None:
     """The peak FLOP/s of a device that trains `model` by `recipe`; None: not known."""
     mixed = recipe.model.compute == "bfloat16"
     return peak_flops(device, torch.bfloat16 if mixed else next(model.parameters()).dtype)

@@ -27,6 +27,7 @@ from agentrl.compute.tree_attention import attend, faults, make_layout
 from agentrl.models import block
 from agentrl.models.block import Rope, Weights, weights_of
 from agentrl.models.lora import has_dropout, layers
+from agentrl.models.parts import embeddings
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.vision import Vision
 from agentrl.recipe.sections.model import ModelSection
@@ -126,7 +127,7 @@ class ModuleForward:
         if getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None:
             raise Unsupported("its logits are capped")
         self.model, self.head, self.compute = model, head, compute
-        self.base: Any = getattr(model, model.base_model_prefix)
+        self.base: nn.Module = getattr(model, model.base_model_prefix)
         self.vision = vision_of(model, max_over_ranks)
 
     def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
@@ -140,7 +141,7 @@ class ModuleForward:
         return found if further is None else (*found, further(chosen, head, bias))
 
 
-def vision_of(model: Any, max_over_ranks: Callable[[int], int] | None = None) -> Vision | None:
+def vision_of(model: nn.Module, max_over_ranks: Callable[[int], int] | None = None) -> Vision | None:
     """The `Vision` of a model that sees; None: it reads text."""
     return Vision(model, max_over_ranks=max_over_ranks) if Vision.of(model) else None
 
@@ -156,7 +157,7 @@ def axes_of(vision: Vision, packed: Packed) -> Ints:
 
 def hidden_states(
     model: PreTrainedModel,
-    base: Any,
+    base: nn.Module,
     packed: Packed,
     device: torch.device,
     compute: torch.dtype | None = None,
@@ -266,7 +267,7 @@ def choose(
     """
     reasons: list[str] = []
     sequences = SequenceForward(model)
-    chosen: tuple[Any, str] = SequenceForward, SEQUENTIAL
+    chosen: tuple[Callable[..., Forward], str] = SequenceForward, SEQUENTIAL
     for kind, name in VISION_FORWARDS if Vision.of(model) else FAST_FORWARDS:
         reason = _excluded(kind, compute, checkpointing) or _rejection(kind, model, sequences)
         if reason is None:
@@ -288,16 +289,18 @@ def choose(
 
 SEQUENTIAL = "one sequence at a time"
 """The description of a forward for models that no faster one is exact for."""
-FAST_FORWARDS: tuple[tuple[Any, str], ...] = (
+FAST_FORWARDS: tuple[tuple[Callable[..., Forward], str], ...] = (
     (BlockForward, "own forward"),
     (ModuleForward, "module with shared-prefix attention"),
 )
 """Implementations that `choose` tries, the fastest first, and the description of each."""
-VISION_FORWARDS: tuple[tuple[Any, str], ...] = ((ModuleForward, "module with shared-prefix attention and images"),)
+VISION_FORWARDS: tuple[tuple[Callable[..., Forward], str], ...] = (
+    (ModuleForward, "module with shared-prefix attention and images"),
+)
 """Those for models that see."""
 
 
-def _excluded(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> str | None:
+def _excluded(kind: Callable[..., Forward], compute: torch.dtype | None, checkpointing: bool) -> str | None:
     """Why the settings exclude our own forward, whatever the model; None: they do not."""
     if kind is not BlockForward:
         return None
@@ -306,12 +309,12 @@ def _excluded(kind: Any, compute: torch.dtype | None, checkpointing: bool) -> st
     return "model.checkpointing is on" if checkpointing else None
 
 
-def autocast(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[object]:
     """The context in which matrix products are computed in `compute` (None: in the type of the weights)."""
     return nullcontext() if compute is None else torch.autocast(device.type, compute)
 
 
-def _rejection(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
+def _rejection(kind: Callable[..., Forward], model: PreTrainedModel, sequences: SequenceForward) -> str | None:
     """Why `kind` cannot be used for `model`; None: it can."""
     if kind is BlockForward and (reason := BlockForward.unsupported(model)):
         return reason
@@ -322,7 +325,7 @@ def _rejection(kind: Any, model: Any, sequences: SequenceForward) -> str | None:
         return found if isinstance(found, str) else _judge(model)(found, sequences(probe_of(model), 1.0)[0])
 
 
-def _judge(model: Any) -> Callable[[Tensor, Tensor], str | None]:
+def _judge(model: PreTrainedModel) -> Callable[[Tensor, Tensor], str | None]:
     """A function that tells why log-probs of the probe (first argument) differ from those of the unchanged model
     (second) by more than rounding; None if they do not."""
     kind = next(model.parameters()).dtype
@@ -333,9 +336,9 @@ def _judge(model: Any) -> Callable[[Tensor, Tensor], str | None]:
     return lambda found, wanted: differs_like_others(found, wanted, other)
 
 
-def probe_of(model: Any, other: bool = False) -> Packed:
+def probe_of(model: PreTrainedModel, other: bool = False) -> Packed:
     """A small packed row on which implementations are compared. other: the same answers after other prompts."""
-    return _probe(int(model.get_input_embeddings().weight.shape[0]), other)
+    return _probe(int(embeddings(model).shape[0]), other)
 
 
 def unsupported_attention(model: PreTrainedModel) -> str | None:

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 class Unsupported(ValueError):  # noqa: N818 - a reason, not a failure: the next implementation is tried
@@ -47,7 +50,7 @@ AttentionInterface.register(_NAME, _attention)
 
 
 @contextmanager
-def replaced_attention(model: Any, attention: AttentionFunction) -> Iterator[None]:
+def replaced_attention(model: "PreTrainedModel", attention: AttentionFunction) -> Iterator[None]:
     """Replace the attention of `model` by `attention` inside the block, and restore it after: an engine may share the
     module."""
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
@@ -62,17 +65,18 @@ def replaced_attention(model: Any, attention: AttentionFunction) -> Iterator[Non
         _ATTENTION.reset(token)
 
 
-_CONFIGS: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+_CONFIGS: "WeakKeyDictionary[PreTrainedModel, list[PretrainedConfig]]" = WeakKeyDictionary()
 
 
-def _configs(model: Any) -> list[Any]:
+def _configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
     """The configurations in which the layers of `model` look up their attention.
 
     They are found once, since `set_attn_implementation` walks all modules (1.2 ms for 36 layers), and a block is
     entered for each pass and each recomputed layer. Raises as that function does, for a module with fixed attention.
     """
     if (found := _CONFIGS.get(model)) is None:
-        configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values()
+        found_in = (getattr(module, "config", None) for module in model.modules())
+        configs = {id(config): config for config in found_in if config is not None}.values()
         before = [(config, config._attn_implementation) for config in configs]
         try:
             model.set_attn_implementation(_NAME)
@@ -84,7 +88,7 @@ def _configs(model: Any) -> list[Any]:
     return found
 
 
-def checkpoint_contexts(model: Any) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpoint_contexts(model: "PreTrainedModel") -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the first pass and of recomputation, as the `context_fn` of activation checkpointing: a
     recomputed layer has the attention of its first pass, although the `replaced_attention` block is left by then."""
     attention = _ATTENTION.get(None)

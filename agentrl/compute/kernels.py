@@ -6,13 +6,14 @@ Each equals its textbook expression up to rounding; the tests compare values and
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.constraint import Masks
+from agentrl.models.autograd import Context
 from agentrl.models.dense import linear
 
 CHUNK = 1 << 22
@@ -27,7 +28,7 @@ SLICE = 1 << 24
 KEPT = 1 << 25
 """Probabilities kept for the backward pass, in elements; more are computed again."""
 
-Further = Callable[[Tensor, Tensor | None, Tensor | None], Any]
+Further = Callable[[Tensor, Tensor | None, Tensor | None], object]
 """Reads more of the predictions of a forward pass, by their states [N, D] and the matrix [V, D] and bias [V] of the
 output layer; without a matrix the states are the logits [N, V]."""
 
@@ -49,7 +50,7 @@ class RmsNorm(torch.autograd.Function):
     """x [..., D], gain [..., D] or None: x / sqrt(mean(x^2) + eps) * gain, over the last dimension, float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
+    def forward(ctx: Context, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
         """The normalized x [..., D]."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
@@ -58,7 +59,7 @@ class RmsNorm(torch.autograd.Function):
         return unit if gain is None else unit * gain
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of x and gain."""
         unit, scale, *gains = ctx.saved_tensors
         d_unit, d_gain = gradients[0], None
@@ -81,14 +82,14 @@ class SwiGlu(torch.autograd.Function):
     """gate_up [N, 2 F] -> silu(gate) * up [N, F] (arXiv:2002.05202); its gradient is written into one tensor."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [N, F]."""
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Context, *gradients: Tensor) -> Tensor:
         """The gradient of gate_up [N, 2 F]."""
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
@@ -105,6 +106,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
+class _OfTokens(Context, Protocol):
+    kept: list[Tensor]
+    temperature: float
+    masks: Masks | None
+
+
 class TokenLogprobs(torch.autograd.Function):
     """hidden [N, D], head [V, D], bias [V] or None, target [N] -> log p(target) [N] and entropy [N], in nats.
 
@@ -114,8 +121,8 @@ class TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float, wanted: bool,
-        masks: Masks | None,
+        ctx: _OfTokens, hidden: Tensor, head: Tensor, bias: Tensor | None, target: Tensor, temperature: float,
+        wanted: bool, masks: Masks | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Log-probs and entropies [N]. wanted: False computes no entropies (0), for passes without gradients.
         masks: which tokens p is of, where not of all."""
@@ -142,7 +149,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _OfTokens, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of hidden, head and bias."""
         hidden, head, *biases, target, entropy = ctx.saved_tensors
         d_logprobs = torch.zeros_like(entropy) if gradients[0] is None else gradients[0]
@@ -182,6 +189,11 @@ def token_logprobs(
     return logprobs, entropy
 
 
+class _OfLogits(Context, Protocol):
+    temperature: float
+    given: tuple[bool, bool]
+
+
 class ChosenLogprobs(torch.autograd.Function):
     """hidden [N, D], head [V, D], bias [V] or None, ids [N, K] -> log p(ids) [N, K], in nats, of distinct ids a row.
 
@@ -190,7 +202,7 @@ class ChosenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, ids: Tensor, temperature: float
+        ctx: _OfLogits, hidden: Tensor, head: Tensor | None, bias: Tensor | None, ids: Tensor, temperature: float
     ) -> Tensor:
         """Log-probs [N, K]. head: None if `hidden` are the logits [N, V]."""
         found = torch.empty(ids.shape, dtype=torch.float32, device=hidden.device)
@@ -201,7 +213,7 @@ class ChosenLogprobs(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _OfLogits, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of hidden, head and bias."""
         hidden, *given, ids = ctx.saved_tensors
         head, bias = _given(given, ctx.given)
@@ -214,6 +226,10 @@ class ChosenLogprobs(torch.autograd.Function):
         return *_backward(ctx, hidden, head, bias, d_logits), None, None
 
 
+class _OfTeacher(_OfLogits, Protocol):
+    teacher: tuple[Tensor, Tensor | None, Tensor | None, float]
+
+
 class ReverseKl(torch.autograd.Function):
     """hidden [N, D], head [V, D], bias [V] or None, and a teacher's [N, E], [V, E], [V] -> KL(p || teacher) [N], nats.
 
@@ -222,7 +238,7 @@ class ReverseKl(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, temperature: float,
+        ctx: _OfTeacher, hidden: Tensor, head: Tensor | None, bias: Tensor | None, temperature: float,
         teacher: Tensor, teacher_head: Tensor | None, teacher_bias: Tensor | None, teacher_temperature: float,
     ) -> Tensor:  # fmt: skip
         """The divergences [N]. A head is None if its states are the logits [N, V]."""
@@ -238,15 +254,15 @@ class ReverseKl(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _OfTeacher, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of hidden, head and bias: d KL / d logits = p (log p - log t - KL)."""
         hidden, *given, kl = ctx.saved_tensors
         head, bias = _given(given, ctx.given)
-        teacher, *of_teacher = ctx.teacher
+        teacher, teacher_head, teacher_bias, teacher_temperature = ctx.teacher
 
         def d_logits(rows: slice) -> Tensor:
             log_p = _log_softmax(hidden[rows], head, bias, ctx.temperature)
-            log_t = _log_softmax(teacher[rows], *of_teacher)
+            log_t = _log_softmax(teacher[rows], teacher_head, teacher_bias, teacher_temperature)
             p = log_p.exp()
             return p.mul_(log_p.sub_(log_t).sub_(kl[rows, None])).mul_(gradients[0][rows, None])
 
@@ -312,7 +328,7 @@ def _given(tensors: list[Tensor], given: tuple[bool, bool]) -> tuple[Tensor | No
 
 
 def _backward(
-    ctx: Any, hidden: Tensor, head: Tensor | None, bias: Tensor | None, of_rows: Callable[[slice], Tensor]
+    ctx: _OfLogits, hidden: Tensor, head: Tensor | None, bias: Tensor | None, of_rows: Callable[[slice], Tensor]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of hidden, head and bias from those of the logits, chunk by chunk: `of_rows`, before the
     temperature."""

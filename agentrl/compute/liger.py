@@ -7,18 +7,21 @@ are those of kernels.py; its rotary embedding would replace that of all models i
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import UserError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 DESCRIPTION = "norms and gates by liger-kernel"
 """Part of the description of a forward that uses it."""
 
 
-def fits(model: Any, device: torch.device) -> bool:
+def fits(model: "PreTrainedModel", device: torch.device) -> bool:
     """Whether liger-kernel is installed and supports the architecture, and the device is a CUDA device."""
     if device.type != "cuda" or find_spec("liger_kernel") is None:
         return False
@@ -27,7 +30,7 @@ def fits(model: Any, device: torch.device) -> bool:
     return model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
 
 
-def apply_kernels(model: Any) -> None:
+def apply_kernels(model: "PreTrainedModel") -> None:
     """Replace the norms and gated layers of this model, in place, and of no other model."""
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -40,7 +43,7 @@ def apply_kernels(model: Any) -> None:
 
 
 def apply_and_compare(
-    model: Any, logprobs: Callable[[], Tensor], judge: Callable[[Tensor, Tensor], str | None]
+    model: "PreTrainedModel", logprobs: Callable[[], Tensor], judge: Callable[[Tensor, Tensor], str | None]
 ) -> None:
     """Apply the kernels, and compare the log-probs before and after.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +56,7 @@ class TorchProcessGroup:
     heartbeat: called after each pass.
     """
 
-    def __init__(self, device: Any = "cpu", heartbeat: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: torch.device | str = "cpu", heartbeat: Callable[[], None] = lambda: None) -> None:
         self._device, self.heartbeat = device, heartbeat
         self.size: int = dist.get_world_size()
 
@@ -96,6 +96,6 @@ def token_column(
     return found
 
 
-def column_at(batch: Batch, name: str, packed: Packed, device: Any) -> Tensor:
+def column_at(batch: Batch, name: str, packed: Packed, device: torch.device | str) -> Tensor:
     """The token column `name` at the packed row's predictions, [N]."""
     return torch.from_numpy(batch.tokens[name][packed.source]).to(device)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +74,7 @@ class PrefixTree:
         return np.concatenate([np.zeros(1, np.int64), least])
 
 
-def prefix_tree(samples: Ints, rows: Sequence[npt.NDArray[Any]], least: int) -> PrefixTree:
+def prefix_tree(samples: Ints, rows: Sequence[npt.NDArray[np.generic]], least: int) -> PrefixTree:
     """The tree of `rows`, the ids of `samples`. Branches stand in the order of their first samples.
 
     least: of any node but the outermost, the tokens that it adds; what is shorter is computed by each of its branches.
@@ -92,7 +91,7 @@ def prefix_tree(samples: Ints, rows: Sequence[npt.NDArray[Any]], least: int) -> 
     return PrefixTree(samples[places], lengths[places], np.array(shared, np.int64))
 
 
-def _common(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+def _common(one: npt.NDArray[np.generic], other: npt.NDArray[np.generic]) -> int:
     """How many ids at their beginning are equal."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]

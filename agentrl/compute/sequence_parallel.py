@@ -6,7 +6,7 @@ single process, and so does the sum of the parameters' gradients over the ranks.
 """
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from agentrl.compute.packing import Packed
 from agentrl.compute.tree_attention import Layout, attend, make_layout
 from agentrl.compute.value_head import ModuleValues, ValueModel
 from agentrl.errors import UserError
+from agentrl.models.autograd import Context
 from agentrl.models.shape import heads_fault
 from agentrl.models.vision import Vision
 
@@ -54,7 +55,7 @@ class _Sharing:
         own = np.flatnonzero((packed.predict >= start) & (packed.predict < end))
         return states.index_select(0, torch.from_numpy(packed.predict[own] - start).to(device)), own
 
-    def _said(self, packed: Packed, start: int, width: int, device: torch.device) -> dict[str, Any]:
+    def _said(self, packed: Packed, start: int, width: int, device: torch.device) -> dict[str, object]:
         """The arguments of the transformer that say this rank's slice."""
         ids = _slice(packed.ids, start, width)
         if self.vision is None:
@@ -140,16 +141,20 @@ class SequenceParallelValues(ModuleValues):
         return self._sharing.gathered(values[None], own, len(packed.predict))[0]
 
 
+class _OfGroup(Context, Protocol):
+    group: dist.ProcessGroup
+
+
 class _AllToAll(torch.autograd.Function):
     """All-to-all over the first dimension, [s, ...] to [s, ...]; its gradient is the same exchange."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: _OfGroup, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return _all_to_all(parts, group)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _OfGroup, *gradients: Tensor) -> tuple[Tensor, None]:
         return _all_to_all(gradients[0], ctx.group), None
 
 

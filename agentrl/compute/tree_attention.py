@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from agentrl.compute.packing import Segment, Span, indices
+from agentrl.models.autograd import Context
 
 log = logging.getLogger(__name__)
 
@@ -197,6 +198,13 @@ def _for_heads(states: Tensor, repeats: int) -> Tensor:
     return states if repeats == 1 else states.repeat_interleave(repeats, 1)
 
 
+class _OfBuckets(Context, Protocol):
+    layout: BucketLayout
+    groups: int
+    scale: float
+    shapes: tuple[torch.Size, torch.Size, torch.Size]
+
+
 class _Short(torch.autograd.Function):
     """Attention over short buckets: query [P * G, (H / G) * D], key and value [P * G, D] to [P, H * D].
 
@@ -205,7 +213,7 @@ class _Short(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: BucketLayout, groups: int, scale: float
+        ctx: _OfBuckets, query: Tensor, key: Tensor, value: Tensor, layout: BucketLayout, groups: int, scale: float
     ) -> Tensor:
         outputs: list[Tensor] = []
         kept: list[Tensor] = []
@@ -224,7 +232,7 @@ class _Short(torch.autograd.Function):
         return torch.cat(outputs).index_select(0, layout.back)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _OfBuckets, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         groups, size = ctx.groups, ctx.shapes[1][1]
         d_out_all = gradients[0].reshape(ctx.shapes[0])
         by_own: list[list[Tensor]] = [[], [], []]
@@ -382,11 +390,11 @@ def by_flex(query: Tensor, key: Tensor, value: Tensor, row: RowLayout, scale: fl
     more = padded(len(query)) - len(query)
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, more)).transpose(0, 1)[None] for x in (query, key, value))
     same = query.shape[1] == key.shape[1]
-    options: dict[str, Any] = {"block_mask": row.mask, "scale": scale, "enable_gqa": not same}
+    options: dict[str, object] = {"block_mask": row.mask, "scale": scale, "enable_gqa": not same}
     if query.is_cuda:  # the compiler cannot know that the row was padded to whole blocks, and would check every bound
         options["kernel_options"] = {"IS_DIVISIBLE": True}
-    mixed: Any = _flex(query.device.type)(q, k, v, **options)
-    found: Tensor = mixed[0].transpose(0, 1)[: len(query)]
+    mixed = _flex(query.device.type)(q, k, v, **options)
+    found = mixed[0].transpose(0, 1)[: len(query)]
     return found
 
 
@@ -401,7 +409,7 @@ def by_flash(query: Tensor, key: Tensor, value: Tensor, row: RowLayout, scale: f
     return out
 
 
-def _flex(device: str) -> Any:
+def _flex(device: str) -> Callable[..., Tensor]:
     """flex_attention, compiled on CUDA. Uncompiled it holds all scores in memory, which is for small tests only.
 
     Each dtype and shape of heads is compiled separately, with and without gradients. After eight kinds torch would run
@@ -416,7 +424,7 @@ def _flex(device: str) -> Any:
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compiled() -> Callable[..., Tensor]:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
 
 

@@ -90,7 +90,7 @@ class ValueModel(nn.Module):
         assert isinstance(layer, nn.Linear)
         return layer
 
-    def forward(self, **inputs: object) -> Any:
+    def forward(self, **inputs: object) -> SimpleNamespace:
         """An object like a language model's output, with `logits` [B, L, 1]."""
         return SimpleNamespace(logits=self.of_states(self.model(**inputs).last_hidden_state))
 

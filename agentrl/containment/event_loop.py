@@ -60,7 +60,7 @@ def _caller() -> str | None:
     return None
 
 
-class _Work(asyncio.Task[Any]):
+class _Work(asyncio.Task[object]):
     """The task that a loop is run for."""
 
     canceller: str | None = None
@@ -157,7 +157,7 @@ class Runner:
         """The event loop."""
         return self._runner.get_loop()
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
+    def run(self, work: Coroutine[object, None, T]) -> T:
         """Run a coroutine in the event loop, and return its result."""
         if self._threads is None:
             abandoned = Abandoned("asyncio.to_thread:", "give it a time-out of its own")
@@ -181,7 +181,7 @@ class Runner:
             self._runner.close()
 
 
-def run(work: Coroutine[Any, Any, T], say: Callable[[str], None] | None = None) -> T:
+def run(work: Coroutine[object, None, T], say: Callable[[str], None] | None = None) -> T:
     """Run a coroutine like `asyncio.run`, in a `Runner`."""
     with Runner(say) as runner:
         return runner.run(work)

@@ -150,7 +150,7 @@ class DaemonThreads(ThreadPoolExecutor):
         self._numbers = itertools.count()
         self._closed = False
 
-    async def call(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    async def call(self, function: Callable[..., T], /, *args: object, **kwargs: object) -> T:
         """Call the function in a thread, with the current context variables, and return its result.
 
         Cancelling this coroutine abandons the call.

@@ -4,13 +4,16 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.data.files import Parquet
 from agentrl.data.rows import Listed, Row, Rows, undecoded
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _log = logging.getLogger("agentrl.data")
 _NUMBER = "__row__"  # the column that remembers where a row came from
@@ -32,7 +35,7 @@ class Change:
             return rows
         data = _dataset(rows, what)
         workers = max(1, min(self.workers, len(rows)))
-        how: dict[str, Any] = {"num_proc": workers if workers > 1 else None, "load_from_cache_file": False}
+        how: dict[str, object] = {"num_proc": workers if workers > 1 else None, "load_from_cache_file": False}
         if self.map is not None:
             data = data.map(_Map(self.map, what), desc=f"map {what}", **how)
         if self.filter is not None:
@@ -49,12 +52,12 @@ class _Call:
 
     path: str
     what: str
-    function: Callable[[Row], Any] | None = field(default=None, repr=False)
+    function: Callable[[Row], object] | None = field(default=None, repr=False)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"path": self.path, "what": self.what, "function": None}
 
-    def result(self, row: Mapping[str, Json]) -> Any:
+    def result(self, row: Mapping[str, Json]) -> object:
         if self.function is None:
             self.function = load_path(self.path, self._key)
         fields = {name: value for name, value in row.items() if name != _NUMBER}
@@ -86,7 +89,7 @@ class _Filter(_Call):
         return bool(self.result(row))
 
 
-def _dataset(rows: Rows, what: str) -> Any:
+def _dataset(rows: Rows, what: str) -> "Dataset":
     """The rows as a `datasets.Dataset`, with the number of each row in a column."""
     from datasets import Dataset
 
@@ -99,7 +102,7 @@ def _dataset(rows: Rows, what: str) -> Any:
     return data.add_column(_NUMBER, list(range(len(rows))))
 
 
-def _table(rows: list[Row], what: str) -> Any:
+def _table(rows: list[Row], what: str) -> "Dataset":
     import pyarrow
     from datasets import Dataset
 
@@ -114,7 +117,7 @@ def _table(rows: list[Row], what: str) -> Any:
 class _Changed(Rows):
     sparse = True
 
-    def __init__(self, origin: Rows, data: Any) -> None:
+    def __init__(self, origin: Rows, data: "Dataset") -> None:
         self._origin, self._data = origin, undecoded(data)
         self._numbers = data[_NUMBER][:]
 

@@ -10,11 +10,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.data.rows import Joined, Listed, Row, Rows, checked
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from pyarrow import Table
 
 TEXT_TYPES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
 FILE_TYPES = (*TEXT_TYPES, ".parquet")
@@ -112,7 +115,7 @@ class Parquet(Rows):
 
     sparse = True
 
-    def __init__(self, path: Path, table: Any) -> None:
+    def __init__(self, path: Path, table: "Table") -> None:
         self._path, self.table = path, table
         self._columns = list(zip(table.column_names, table.columns, strict=True))
 
@@ -153,7 +156,7 @@ def write_parquet(path: Path, rows: Sequence[Mapping[str, Json]], progress: Call
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.part")
     left = iter(rows)
-    writer: Any = None
+    writer: parquet.ParquetWriter | None = None
     try:
         while batch := list(islice(left, BATCH)):
             table = pyarrow.Table.from_pylist(batch, schema=writer.schema if writer else None)

@@ -78,7 +78,7 @@ class _Given:
     """The images of a row while they are placed. tags: whether `<image>` is one, and no text."""
 
     how: Images
-    left: list[Any]
+    left: list[object]
     tags: bool
     folder: Path | None
     places: int = 0
@@ -96,7 +96,7 @@ class _Given:
             return content
         return [made for part in content for made in self._part(part)]
 
-    def _part(self, part: Any) -> list[Any]:
+    def _part(self, part: object) -> list[object]:
         if not isinstance(part, Mapping):
             return [part]
         if part.get("type") == "text" and isinstance(part.get("text"), str):
@@ -106,10 +106,10 @@ class _Given:
         held = next((part[key] for key in _HELD if part.get(key) is not None), None)
         return [{"type": "image", "image": self._source(held)} if held is not None else self._next()]
 
-    def _cut(self, text: str) -> list[Any]:
+    def _cut(self, text: str) -> list[object]:
         """A text as parts, cut at its tags."""
         texts = _TAG.split(text) if self.tags else [text]
-        parts: list[Any] = []
+        parts: list[object] = []
         for i, piece in enumerate(texts):
             parts += [self._next()] if i else []
             parts += [{"type": "text", "text": piece}] if piece else []
@@ -120,7 +120,7 @@ class _Given:
         self.places += 1
         return {"type": "image", "image": self._source(self.left.pop(0)) if self.left else None}
 
-    def _source(self, given: object) -> Any:
+    def _source(self, given: object) -> object:
         given = unwrapped(given)
         if not isinstance(given, str) or given.startswith("data:"):
             return given

@@ -86,7 +86,7 @@ class Listed(Rows):
     Images of a dataset are not decoded: a row has their `bytes` or `path`.
     """
 
-    def __init__(self, rows: Sequence[Any], what: str, first: int = 0, folder: Path | None = None) -> None:
+    def __init__(self, rows: Sequence[object], what: str, first: int = 0, folder: Path | None = None) -> None:
         self.what, self._first, self._folder = what, first, folder
         self.sparse = hasattr(rows, "features")  # a table of the hub's
         self.content = undecoded(rows) if self.sparse else rows

@@ -20,13 +20,13 @@ from agentrl.recipe.sections.env import DataSection, TaskFilterSection
 ORDER, FILTER = "data.order", "data.filter"
 
 
-def shuffled(tasks: Sequence[Any], seed: int, epoch: int) -> Sequence[int]:
+def shuffled(tasks: Sequence[object], seed: int, epoch: int) -> Sequence[int]:
     """Every task once an epoch, in an order that depends on (seed, epoch) alone."""
     order: list[int] = np.random.default_rng((seed, epoch)).permutation(len(tasks)).tolist()
     return order
 
 
-def sequential(tasks: Sequence[Any], seed: int, epoch: int) -> Sequence[int]:
+def sequential(tasks: Sequence[object], seed: int, epoch: int) -> Sequence[int]:
     """Every task once an epoch, as they stand in the data."""
     return range(len(tasks))
 

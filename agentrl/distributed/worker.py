@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +106,7 @@ class TrainWorker(InstrumentedWorker):
         return found if moving is None else {**found, "reference": moving}
 
     @register(RANK_ZERO)
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """Describe the actor: `description`, `trained` (parameters), `adapter` (a line, empty without one), `feature`
         (see `Cost.feature`)."""
         adapter = lora.describe(self.actor.model) if lora.layers(self.actor.model) else ""

@@ -1,8 +1,9 @@
 """Checks of what the trainer computes: packed rows, attention, bfloat16, an adapter."""
 
 import copy
+from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,9 +19,13 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.models.load import load_model
 from agentrl.models.lora import adapter_parameters, add_adapter, switched_off
+from agentrl.models.parts import embeddings
 from agentrl.models.prove import MISFITS, difference
 from agentrl.models.vision import Vision
 from agentrl.recipe.sections.model import LoraSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MEAN, MOST = 0.1, 1.5
 """Nats between log-probs of one model in bfloat16 and in float32: in the mean, and at most. Wrong weights, or a wrong
@@ -44,9 +49,9 @@ def gap(found: Tensor, wanted: Tensor, half: bool) -> str | None:
     return f"{mean:.2g} nats in the mean and {most:.2g} at most, where {bounds[0]:g} and {bounds[1]:g} are allowed"
 
 
-def is_half(model: Any) -> bool:
+def is_half(model: "PreTrainedModel") -> bool:
     """Whether the weights of a model are in half precision."""
-    kind: torch.dtype = model.get_input_embeddings().weight.dtype
+    kind: torch.dtype = embeddings(model).dtype
     return kind != torch.float32
 
 
@@ -67,7 +72,7 @@ def packing(subject: Subject) -> str:
 
 
 @torch.no_grad()
-def _logprobs(way: Any, probe: Packed) -> Tensor:
+def _logprobs(way: Callable[..., Sequence[Tensor]], probe: Packed) -> Tensor:
     found: Tensor = way(probe, 1.0)[0]
     return found
 
@@ -83,7 +88,7 @@ def attention(subject: Subject) -> str:
     row = tree_attention.make_layout(segments, device)
     query, key, value = (torch.randn(row.tokens, h, size, dtype=dtype, device=device) for h in (heads, groups, groups))
     buckets = tree_attention.bucket_layout(segments, device)
-    ways: dict[str, Any] = {
+    ways: dict[str, Callable[[], Tensor]] = {
         "short buckets": lambda: tree_attention.attend(query, key, value, buckets, size**-0.5),
         "long buckets": lambda: tree_attention._long(query, key, value, buckets, size**-0.5),
     }
@@ -158,7 +163,7 @@ def lora(subject: Subject) -> str:
     subject.free()
     section = subject.recipe.model
     model, _ = load_model(section.model_copy(update={"lora": None}))
-    ids = [int(i) for i in np.random.default_rng(SEED).integers(0, model.get_input_embeddings().weight.shape[0], 24)]
+    ids = [int(i) for i in np.random.default_rng(SEED).integers(0, embeddings(model).shape[0], 24)]
     before = logprobs_of(model, ids[:8], ids[8:])
     add_adapter(model, LORA, section.path, SEED)
     given = torch.Generator().manual_seed(SEED)
@@ -185,18 +190,18 @@ def lora(subject: Subject) -> str:
     return f"{trained:,} trained parameters; engine and trainer agree; {len(turn.ids) / seconds:,.0f} tokens/s"
 
 
-def logprobs_of(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
+def logprobs_of(model: "PreTrainedModel", prompt: list[int], ids: list[int]) -> Tensor:
     """What the model gives `ids` after `prompt`, by its own forward: float32 [len(ids)] on the CPU."""
     return distributions(model, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
 @torch.no_grad()
-def distributions(model: Any, prompt: list[int], ids: list[int]) -> Tensor:
+def distributions(model: "PreTrainedModel", prompt: list[int], ids: list[int]) -> Tensor:
     """The log-probs of all tokens at each of `ids` after `prompt`: float32 [len(ids), V] on the CPU. prompt:
     keyed (`agentrl.images.keyed`) where it holds images."""
     if Vision.of(model):
         logits = Vision(model).logits(np.array([*prompt, *ids]))
     else:
-        row = torch.tensor([[*prompt, *ids]], device=model.get_input_embeddings().weight.device)
+        row = torch.tensor([[*prompt, *ids]], device=embeddings(model).device)
         logits = model(input_ids=row, use_cache=False).logits[0]
     return logits[len(prompt) - 1 : -1].float().log_softmax(-1).cpu()

@@ -25,6 +25,7 @@ from agentrl.errors import UserError
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model
 from agentrl.models.memory import plan_memory
+from agentrl.models.parts import embeddings
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
@@ -100,7 +101,7 @@ def workers(subject: Subject) -> str:
     alone = LocalRoles(recipe, model)
     cluster = ClusterSection(gpus=WORKERS) if gpus else ClusterSection(workers=WORKERS)
     spread = recipe.changed(cluster=cluster)
-    batch = made_up(model.get_input_embeddings().weight.shape[0])
+    batch = made_up(embeddings(model).shape[0])
     began = time.perf_counter()
     together = RayRoles(spread, spread, subject.folder / "logs", print, print)
     try:

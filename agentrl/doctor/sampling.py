@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,9 +24,13 @@ from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import describe
 from agentrl.images import keyed, stored
 from agentrl.models.lora import adapter_parameters
+from agentrl.models.parts import embeddings
 from agentrl.plugins.types import Message
 from agentrl.weights.channel import TRANSPORTS
 from agentrl.weights.source import ModelWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TEXT = "A shop sells 7 pens for 3 coins each. How much do they cost together?"
 REQUESTS, TOKENS = 8, 32
@@ -47,7 +51,7 @@ def engine(subject: Subject) -> str:
     started, began = perf_counter() - began, perf_counter()
     turns = subject.wait(lambda: _sample(player.engine, prompt_of(subject)))
     seconds = perf_counter() - began
-    vocabulary = player.model.get_input_embeddings().weight.shape[0]
+    vocabulary = embeddings(player.model).shape[0]
     for turn in turns:
         _check_turn(turn, vocabulary)
     tokens = sum(len(turn.ids) for turn in turns)
@@ -121,7 +125,7 @@ async def greedy(engine: Engine, prompt: list[int]) -> Generation:
         engine.finish("doctor/greedy")
 
 
-def compare(turn: Generation, model: Any, prompt: list[int], half: bool) -> str | None:
+def compare(turn: Generation, model: "PreTrainedModel", prompt: list[int], half: bool) -> str | None:
     """Why a greedy turn is not the model's, or None. half: either computes in half precision."""
     wanted = logprobs_of(model, prompt, turn.ids)
     found = torch.tensor(turn.logprobs)
@@ -129,7 +133,7 @@ def compare(turn: Generation, model: Any, prompt: list[int], half: bool) -> str 
     return wrong and f"engine and trainer differ: {wrong}"
 
 
-def _unlikely(turn: Generation, model: Any, prompt: list[int], wanted: Tensor, half: bool) -> str | None:
+def _unlikely(turn: Generation, model: "PreTrainedModel", prompt: list[int], wanted: Tensor, half: bool) -> str | None:
     """Which token is not the likeliest, by more than log-probs may differ."""
     best = distributions(model, prompt, turn.ids).amax(-1)
     if gap(best, wanted, half) is None:
@@ -144,7 +148,7 @@ def weights(subject: Subject) -> str:
     return updated(subject, player.engine, player.model)
 
 
-def updated(subject: Subject, engine: Engine, model: Any, received: bool = False) -> str:
+def updated(subject: Subject, engine: Engine, model: "PreTrainedModel", received: bool = False) -> str:
     """Change the model's weights, give them to the engine, compare; then change them back. Returns how long an update
     took. received: the engine is given the weights as those of a trainer in other processes."""
     prompt = prompt_of(subject)
@@ -170,7 +174,7 @@ def updated(subject: Subject, engine: Engine, model: Any, received: bool = False
     return f"{seconds:.2f} s for {size:.3g} GB; wrong weights were noticed"
 
 
-def _update(subject: Subject, engine: Engine, model: Any, received: bool) -> float:
+def _update(subject: Subject, engine: Engine, model: "PreTrainedModel", received: bool) -> float:
     subject.version += 1
     source = ModelWeights(model) if received else None
     began = perf_counter()
@@ -179,7 +183,7 @@ def _update(subject: Subject, engine: Engine, model: Any, received: bool) -> flo
 
 
 @contextmanager
-def _changed(model: Any) -> Iterator[None]:
+def _changed(model: "PreTrainedModel") -> Iterator[None]:
     """Weights that give clearly other log-probs: those of the adapter where there is one, else those of the last
     norm."""
     adapter = adapter_parameters(model)

@@ -78,7 +78,7 @@ class Subject:
         """Make `player` the one that checks see, until `free`."""
         self._player = player
 
-    def wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def wait(self, work: Callable[[], Coroutine[object, None, T]]) -> T:
         """Run it in the event loop that the engine belongs to."""
         self._runner = self._runner or Runner()
         return self._runner.run(work())

@@ -25,7 +25,7 @@ WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 class Matcher:
     """The state of one turn under a constraint."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: int) -> None:
         self._matcher = matcher
         self._bits = np.zeros(-(-vocabulary // 32), np.int32)
         self._computed = False
@@ -60,7 +60,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer, self.vocabulary = tokenizer, vocabulary
-        self._made: dict[tuple[int, ...], Any] = {}
+        self._made: dict[tuple[int, ...], llguidance.LLTokenizer] = {}
 
     def matcher(self, constraint: Constraint, stop_ids: Sequence[int]) -> Matcher:
         """A matcher at the beginning of a turn that ends with one of `stop_ids`. May take a second. Raises
@@ -74,7 +74,7 @@ class Grammars:
             raise ConstraintError(f"the schema cannot be kept to: {_line(made.get_error())}")
         return Matcher(made, self.vocabulary)
 
-    def _of(self, stop_ids: tuple[int, ...]) -> Any:
+    def _of(self, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
         if stop_ids not in self._made:
             try:
                 self._made[stop_ids] = from_tokenizer(self._tokenizer, self.vocabulary, list(stop_ids) or None)
@@ -82,7 +82,7 @@ class Grammars:
                 raise ConstraintError(f"llguidance does not read this tokenizer: {_line(str(error))}") from error
         return self._made[stop_ids]
 
-    def _grammar(self, constraint: Constraint, known: Any) -> str:
+    def _grammar(self, constraint: Constraint, known: llguidance.LLTokenizer) -> str:
         """The constraint in llguidance's own language."""
         forms = [self._shape(i, shape, known) for i, shape in enumerate(constraint.shapes)]
         lines = [f"start: {'answer' if constraint.thought is None else 'thought answer'}"]
@@ -94,7 +94,7 @@ class Grammars:
         lines.append("answer: " + " | ".join(f"shape{i}" for i in range(len(forms))))
         return "%llguidance {}\n" + "\n".join([*lines, *forms]) + "\n"
 
-    def _shape(self, index: int, shape: Shape, known: Any) -> str:
+    def _shape(self, index: int, shape: Shape, known: llguidance.LLTokenizer) -> str:
         schema: Json = json.loads(shape.schema)
         if not isinstance(schema, dict):
             schema = {} if schema is True else {"enum": []}
@@ -103,7 +103,7 @@ class Grammars:
         written = json.dumps({**schema, "x-guidance": WRITTEN}, ensure_ascii=False)
         return f"shape{index}: {' '.join(filter(None, parts))}\n{value}: %json {written}"
 
-    def _text(self, text: str, known: Any) -> str:
+    def _text(self, text: str, known: llguidance.LLTokenizer) -> str:
         """A text as the grammar has it: tokens that llguidance takes for special ones by their ids."""
         parts: list[str] = []
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]

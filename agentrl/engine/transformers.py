@@ -5,7 +5,7 @@ import copy
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from agentrl.images import STORE, runs
 from agentrl.models.prove import disproof
 from agentrl.models.shape import context_of
 from agentrl.models.vision import Vision
+
+if TYPE_CHECKING:
+    from agentrl.weights.source import WeightSource
 
 
 @dataclass(eq=False, slots=True)
@@ -176,7 +179,7 @@ class TransformersEngine(Engine):
             self._waiting.remove(row)
             _deliver(row, self._version)
 
-    async def update_weights(self, version: int, weights: Any = None) -> None:
+    async def update_weights(self, version: int, weights: "WeightSource | None" = None) -> None:
         """Sample from the trainer's weights of step `version` once the batch that runs is done; requests wait. weights:
         as the engine `local` takes them. Raises EngineError where they do not fit, or cannot be read: nothing is
         sampled until a whole update came."""

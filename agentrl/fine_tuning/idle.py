@@ -1,17 +1,20 @@
 """What a run has in place of engine and environment where it learns from conversations and samples nothing."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.engine.base import Engine, EngineError, Generation, OnTokens, Sampling
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Json, Message, Session, Task
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class Idle(Engine):
     """Samples nothing: no weights are loaded for it."""
 
-    def __init__(self, model: Any, max_batch: int = 1) -> None:
+    def __init__(self, model: "PreTrainedModel", max_batch: int = 1) -> None:
         self._context = int(model.config.get_text_config().max_position_embeddings)
 
     @property

@@ -1,14 +1,19 @@
 """A model and a tokenizer from nothing: Qwen3 architecture, byte-level BPE, the chat template's tokens."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.errors import UserError
 from agentrl.models.image_families import FAMILIES
 from agentrl.models.image_input import ImageInput
 from agentrl.recipe.sections.sft import NewModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers.image_processing_utils import BaseImageProcessor
 
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
 SPECIAL = re.compile(r"<\|\w+\|>")  # in the template: control tokens
@@ -31,12 +36,12 @@ def read_template(section: NewModel) -> str:
     return text
 
 
-def bare_tokenizer(template: str) -> Any:
+def bare_tokenizer(template: str) -> "PreTrainedTokenizerFast":
     """A tokenizer of bytes and of the template's tokens: it renders, and can already be loaded as a chat."""
     return train_tokenizer([], 0, template, 1 << 30)
 
 
-def byte_level_bpe() -> Any:
+def byte_level_bpe() -> "Tokenizer":
     """A tokenizer of bytes, without merges and added tokens, that splits texts as `SPLIT` says."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -53,7 +58,7 @@ def byte_level_bpe() -> Any:
 
 def train_tokenizer(
     texts: Iterable[str], vocabulary: int, template: str, context: int, tokens: Sequence[str] = ()
-) -> Any:
+) -> "PreTrainedTokenizerFast":
     """Train byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
 
     tokens: further texts that are one token each; like the template's tags they are read as plain text."""
@@ -88,13 +93,13 @@ LEAST_SIDE, LARGEST_SIDE = 2, 64
 """Patches of a small and of a large image's side, beyond which it is resized."""
 
 
-def new_model(section: NewModel, tokenizer: Any, seed: int) -> Any:
+def new_model(section: NewModel, tokenizer: "PreTrainedTokenizerBase", seed: int) -> "PreTrainedModel":
     """A Qwen3 or Qwen3-VL causal LM with random float32 weights, its embeddings tied. Raises UserError: the chat
     template writes no images."""
     return _reading(section, tokenizer, seed) if section.vision is None else _seeing(section, tokenizer, seed)
 
 
-def _seeing(section: NewModel, tokenizer: Any, seed: int) -> Any:
+def _seeing(section: NewModel, tokenizer: Any, seed: int) -> "PreTrainedModel":
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -134,10 +139,11 @@ def _seeing(section: NewModel, tokenizer: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     model = Qwen3VLForConditionalGeneration(config).eval()
     model.image_input = tokenizer.image_input = ImageInput(_processor(vision), ids[0], FAMILIES[config.model_type])
-    return model
+    seeing: PreTrainedModel = model
+    return seeing
 
 
-def _processor(vision: dict[str, Any]) -> Any:
+def _processor(vision: Mapping[str, int]) -> "BaseImageProcessor":
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     patch, merge = vision["patch_size"], vision["spatial_merge_size"]
@@ -145,11 +151,11 @@ def _processor(vision: dict[str, Any]) -> Any:
     return Qwen2VLImageProcessorPil(patch_size=patch, temporal_patch_size=2, merge_size=merge, size=size)
 
 
-def _vocabulary(section: NewModel, tokenizer: Any) -> int:
+def _vocabulary(section: NewModel, tokenizer: "PreTrainedTokenizerBase") -> int:
     return (max(len(tokenizer), section.vocabulary) + 63) // 64 * 64
 
 
-def _reading(section: NewModel, tokenizer: Any, seed: int) -> Any:
+def _reading(section: NewModel, tokenizer: "PreTrainedTokenizerBase", seed: int) -> "PreTrainedModel":
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -165,4 +171,5 @@ def _reading(section: NewModel, tokenizer: Any, seed: int) -> Any:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    return Qwen3ForCausalLM(config).eval()
+    model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
+    return model

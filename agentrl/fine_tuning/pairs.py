@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import combinations, takewhile
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,9 @@ from agentrl.recipe.sections.sft import RewardModelSection
 from agentrl.rollout.model_reward import knows
 from agentrl.rollout.stored import read_groups, training_files
 from agentrl.trajectory import Group, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
@@ -55,7 +58,7 @@ class PairReader:
     UserError: the tokenizer has no chat template that shows a user's message.
     """
 
-    def __init__(self, tokenizer: Any, limit: int | None, seed: int = 0) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", limit: int | None, seed: int = 0) -> None:
         self.tokenizer, self.limit, self.seed = tokenizer, limit, seed
         self._template = Template(tokenizer, None, ())
         self._encoder = Encoder(tokenizer, self._template.source)

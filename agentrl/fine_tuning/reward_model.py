@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.sft import RewardModelSection
 from agentrl.terminal import terminal
 from agentrl.weights.transports.shared_memory import expand_segments
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LINE_EVERY = 10  # steps, where no live bar can be shown
 Metrics = dict[str, float]
@@ -92,7 +95,7 @@ def _checked(recipe: Recipe) -> RewardModelSection:
 class RewardTrainer:
     """Trains `model`, a sequence classifier with one label. `way` says how it computes scores."""
 
-    def __init__(self, recipe: Recipe, section: RewardModelSection, model: Any) -> None:
+    def __init__(self, recipe: Recipe, section: RewardModelSection, model: "PreTrainedModel") -> None:
         self.recipe, self.section, self.model = recipe, section, model
         kind, self.way = choose(model)
         if recipe.model.checkpointing:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -74,6 +74,9 @@ from agentrl.training.interrupt import Interrupts
 from agentrl.training.preflight import Checked, lacking, placement_of
 from agentrl.training.run import changes, check_same_run, last_checkpoint, local_run, run_with_restarts
 from agentrl.training.setup import Start, assemble, make_journal, make_player, make_profiler, make_role_host
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 START = "start"
 """In the run folder: a new model before its first step."""
@@ -167,7 +170,7 @@ class _Job:
     @property
     def played(self) -> Recipe:
         """The recipe of what samples: idle parts where nothing is sampled."""
-        changed: dict[str, Any] = {"sft": None}
+        changed: dict[str, object] = {"sft": None}
         if not self.section.accuracy:
             changed["engine"] = EngineSection(name="agentrl.fine_tuning.idle:Idle")
             changed |= {"rewards": RewardsSection(), "agent": None}
@@ -354,17 +357,19 @@ def _read(job: _Job, player: Player, context: int, display: SftDisplay) -> Lesso
     return lessons
 
 
-def _chat(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Json]]) -> Chat:
+def _chat(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Json]]) -> Chat:
     path = recipe.model.path if recipe.sft is None or recipe.sft.new_model is None else ""
     return load_chat(tokenizer, model_path=path, kind=recipe.model.chat, tools=tools)
 
 
-def _writer(chat: Chat, tokenizer: Any, tools: Sequence[dict[str, Json]]) -> Writer:
+def _writer(chat: Chat, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Json]]) -> Writer:
     template = Template(tokenizer, None, tools)
     return Writer(chat, template, Encoder(tokenizer, template.source))
 
 
-def _demonstrator(env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer: Any, recipe: Recipe) -> Demonstrator:
+def _demonstrator(
+    env: Environment, tools: Sequence[Tool], chat: Chat, tokenizer: "PreTrainedTokenizerBase", recipe: Recipe
+) -> Demonstrator:
     template = Template(tokenizer, None, [tool.schema for tool in (*tools, *env.tools())])
     return Demonstrator(env, tools, chat, template, Encoder(tokenizer, template.source), recipe.rollout)
 
@@ -381,7 +386,7 @@ def _with_new_model(job: _Job, start: Start, section: NewModel) -> Recipe:
     return start.recipe.changed(model={"path": str(folder)})
 
 
-async def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment) -> Any:
+async def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment) -> "PreTrainedTokenizerBase":
     """Train a tokenizer on rendered demonstrations of every stage's style over all splits that are trained on or
     reported."""
     template = read_template(section)

@@ -6,7 +6,6 @@ The table in docs/tutorials/agent.md says the same, and is held to it by a test.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentrl.gateway.call import GatewayError
 from agentrl.plugins.types import Json
@@ -217,7 +216,7 @@ def _check_refused(name: str, value: Json, fields: Fields) -> None:
         raise GatewayError(f"{name}: {shown(value)} is not served here; {instead}")
 
 
-def _same(value: Any, other: Any) -> bool:
+def _same(value: object, other: object) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 

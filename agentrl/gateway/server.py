@@ -12,7 +12,7 @@ import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -73,7 +73,7 @@ class Gateway:
         self._host, self._port, self._model, self._public_url = host, port, model, public_url
         self._url = ""
         self._endpoints: dict[str, Endpoint] = {}
-        self._calls: dict[str, set[asyncio.Task[Any]]] = {}
+        self._calls: dict[str, set[asyncio.Task[object]]] = {}
         self._histories: dict[str, History] = {}
         self._readers: dict[str, Reader] = {}
         self._runner: web.AppRunner | None = None
@@ -256,7 +256,7 @@ class Gateway:
         async with self._readers[key].large:
             return await (in_image_thread if history.images else off_loop)(work)
 
-    def _task(self, key: str, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    def _task(self, key: str, work: Coroutine[object, None, T]) -> "asyncio.Task[T]":
         """Run the work of a call in a task of its own, which ends with the key at the latest."""
         task = asyncio.ensure_future(work)
         self._calls[key].add(task)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,9 @@ from agentrl.models import lora
 from agentrl.models.routing import UNKNOWN, Routing
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import AlgorithmSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TrainedRole(ABC):
@@ -93,7 +96,7 @@ class Actor(TrainedRole):
 
     def __init__(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         recipe: Recipe,
         forward: Forward | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,

@@ -3,7 +3,7 @@ the policy (`algorithm.reference`).
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from agentrl.learner.optimizer import local
 from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Reference:
@@ -38,7 +41,7 @@ class Reference:
         """What is saved of it; None if it never moves."""
 
     @classmethod
-    def in_process(cls, recipe: Recipe, model: Any, forward: Forward) -> "Reference":
+    def in_process(cls, recipe: Recipe, model: "PreTrainedModel", forward: Forward) -> "Reference":
         """The reference of a single process. forward: that of the policy `model`.
 
         It is the policy without its adapter if it has one, else the recipe's model, loaded again (also when a run is
@@ -76,7 +79,7 @@ class Following:
     Raises ValueError: a shard of the policy has another shape.
     """
 
-    def __init__(self, model: Any, policy: Any, averaged: bool) -> None:
+    def __init__(self, model: "PreTrainedModel", policy: Any, averaged: bool) -> None:
         self.model = model
         self._names = [name for name, _ in model.named_parameters()]
         self._weights, self._policy = list(model.parameters()), list(policy.parameters())
@@ -120,7 +123,7 @@ class Following:
                 local(weight).copy_(local(master))
 
 
-def narrow(model: Any, compute: torch.dtype) -> None:
+def narrow(model: "PreTrainedModel", compute: torch.dtype) -> None:
     """Convert the matrices that autocast rounds in each pass to `compute`, in place; results stay equal to the bit.
 
     Embeddings, an output layer tied to them, and norms, which autocast does not round, keep their dtype.
@@ -135,9 +138,9 @@ def narrow(model: Any, compute: torch.dtype) -> None:
 class WithoutAdapter:
     """A `Forward`: that of the policy, with its adapter switched off."""
 
-    def __init__(self, model: Any, forward: Forward) -> None:
+    def __init__(self, model: "PreTrainedModel", forward: Forward) -> None:
         self.model, self._forward = model, forward
 
-    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[Any, ...]:
+    def __call__(self, packed: Packed, temperature: float, further: Further | None = None) -> tuple[object, ...]:
         with lora.switched_off(self.model):
             return self._forward(packed, temperature, further)

@@ -4,7 +4,7 @@ a cluster; loop and learner do not know which.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from agentrl.learner.teacher import Teacher, TeacherRole, compared_whole, local_
 from agentrl.models import lora
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Floats = npt.NDArray[np.float32]
 
@@ -172,7 +175,7 @@ def forward_lines(description: str) -> list[str]:
 class LocalRoles:
     """The role host of this process. The actor trains `model` in place."""
 
-    def __init__(self, recipe: Recipe, model: Any) -> None:
+    def __init__(self, recipe: Recipe, model: "PreTrainedModel") -> None:
         self.model, self._recipe = model, recipe
         self.in_process, self.device = True, next(model.parameters()).device
         self.pools: dict[str, str] = {}

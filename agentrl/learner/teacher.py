@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from agentrl.images import ImageSpan, keyed
 from agentrl.learner.columns import PartOf, learned_by
 from agentrl.learner.reference import narrow
 from agentrl.models.load import load_model, load_tokenizer
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import TeacherSection
 from agentrl.recipe.sections.model import ModelSection
@@ -240,7 +240,7 @@ def _put(columns: dict[str, Array], name: str, values: Array, at: Array, size: i
     columns[name] = column
 
 
-def opening_of(t: Trajectory, render: Callable[[Sequence[Any]], Sequence[int]]) -> Sequence[Any] | None:
+def opening_of(t: Trajectory, render: Callable[[Sequence[Message]], Sequence[int]]) -> Sequence[Message] | None:
     """The messages of a trajectory's opening prompt: those that render to its ids; None: none do."""
     messages = t.branches[0] if t.branches else t.messages
     wanted = t.ids[: t.prompt_length].tolist()

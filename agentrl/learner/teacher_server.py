@@ -9,7 +9,7 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from agentrl.engine.servers.client import Client, RefusedError, ServerError, Ses
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
 from agentrl.recipe.sections.algorithm import TeacherSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Floats = npt.NDArray[np.float32]
 PROBE = "The café's 12 owners: don't {x} == [3.5, -7]\n\tElephants jump."
@@ -46,7 +49,7 @@ class Told:
 class TeacherServer:
     """Asks the server of `section`. tokenizer: the policy's."""
 
-    def __init__(self, section: TeacherSection, tokenizer: Any) -> None:
+    def __init__(self, section: TeacherSection, tokenizer: "PreTrainedTokenizerBase") -> None:
         if section.url is None:
             raise ValueError("the teacher is not a server")
         key = None
@@ -123,7 +126,7 @@ class TeacherServer:
             raise UserError(f"teacher: it does not take the policy's tokens: {error}") from error
         pieces = zip(ids, told.texts, strict=False)
         theirs = [(index, text) for index, text in pieces if text is not None]
-        wrong = [(index, text) for index, text in theirs if not _means(text, self._tokenizer.decode([index]))]
+        wrong = [(index, text) for index, text in theirs if not _means(text, str(self._tokenizer.decode([index])))]
         if wrong:
             index, text = wrong[0]
             raise UserError(

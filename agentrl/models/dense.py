@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agentrl.models.autograd import Context
+
 
 @functools.cache
 def prefers_onednn() -> bool:
@@ -46,12 +48,12 @@ class _OneDnnLinear(torch.autograd.Function):
     """x [N, in], w [out, in] -> [N, out], both passes through oneDNN."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
         return _onednn(x, w, None)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, w = ctx.saved_tensors
         g = grads[0].contiguous()
         gx = _onednn(g, w.t().contiguous(), None) if ctx.needs_input_grad[0] else None

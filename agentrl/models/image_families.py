@@ -3,7 +3,7 @@
 A further model type is a further entry of `FAMILIES`. Nothing here imports torch before a model is at hand.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -12,29 +12,72 @@ import numpy.typing as npt
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import BaseModelOutput
 
 Pixels = npt.NDArray[np.float32]
 Grid = tuple[int, int, int]
 
 
+class Processor(Protocol):
+    """An image processor of transformers; those of each type have some of these."""
+
+    merge_size: int
+    pooling_kernel_size: int
+
+    def get_number_of_image_patches(self, height: int, width: int, images_kwargs: dict[str, object], /) -> int:
+        """Patches of an image of this size in pixels."""
+
+
+class ImageFeatures(Protocol):
+    """What a tower makes of images."""
+
+    pooler_output: "Iterable[Tensor]"
+    """The features [n, D] of each."""
+
+
+class TextModel(Protocol):
+    """The part of a model that reads text."""
+
+    embed_tokens: "nn.Embedding"
+
+    def get_per_layer_inputs(self, ids: "Tensor", /) -> "Tensor":
+        """Embeddings for each layer."""
+
+    def __call__(self, **arguments: object) -> "BaseModelOutput":
+        """The hidden states."""
+
+
+class Base(Protocol):
+    """A model that sees before its output layer, as transformers has it; those of each type have some of these."""
+
+    config: "PretrainedConfig"
+    language_model: TextModel
+    visual: "PreTrainedModel"
+    vision_tower: "PreTrainedModel"
+
+    def get_image_features(self, pixels: "Tensor", places: "Tensor", /, *, return_dict: bool) -> ImageFeatures:
+        """What the tower makes of patches."""
+
+
 class Family(Protocol):
-    """How models of a type see. base: their part before the output layer, as transformers has it."""
+    """How models of a type see."""
 
     towers: tuple[str, ...]
     """The modules of the base that make features of pixels."""
     axes: int
     """Positions of a token: 3 (time, height, width), or 1, where tokens of images are counted like those of text."""
 
-    def patches(self, made: Mapping[str, object]) -> tuple[Pixels, Grid]:
+    def patches(self, made: Mapping[str, npt.NDArray[np.number]]) -> tuple[Pixels, Grid]:
         """The patches [n, D] of one image, and its grid. made: what the image processor returned for it."""
         ...
 
-    def cells(self, processor: Any, grid: Grid) -> Grid:
+    def cells(self, processor: Processor, grid: Grid) -> Grid:
         """The features of an image in time, height and width; each takes a placeholder."""
         ...
 
-    def count(self, processor: Any, width: int, height: int) -> int | None:
+    def count(self, processor: Processor, width: int, height: int) -> int | None:
         """The number of features of an image of this size in pixels; None: only processing one says it."""
         ...
 
@@ -42,20 +85,20 @@ class Family(Protocol):
         """The ids before and after an image's placeholders that its template does not write."""
         ...
 
-    def encode(self, base: Any, given: Sequence[tuple[Pixels, Grid]]) -> "list[tuple[Tensor, tuple[Tensor, ...]]]":
+    def encode(self, base: Base, given: Sequence[tuple[Pixels, Grid]]) -> "list[tuple[Tensor, tuple[Tensor, ...]]]":
         """Of each image its features [n, D], and those that are added behind the first layers."""
         ...
 
-    def arguments(self, base: Any, text: "Tensor", images: "Tensor", deep: "Sequence[Tensor]") -> dict[str, Any]:
+    def arguments(self, base: Base, text: "Tensor", images: "Tensor", deep: "Sequence[Tensor]") -> dict[str, object]:
         """Further arguments of the text model. text: ids int64 [R, Q]. images: bool [R, Q], which of them are
         placeholders. deep: see `encode`, those of all of them."""
         ...
 
-    def mask(self, base: Any, embeddings: "Tensor", images: "Tensor") -> Any:
+    def mask(self, base: Base, embeddings: "Tensor", images: "Tensor") -> object:
         """The attention mask of whole sequences, whose embeddings are [R, Q, D]; None: that of text."""
         ...
 
-    def looks_ahead(self, base: Any) -> bool:
+    def looks_ahead(self, base: Base) -> bool:
         """Whether tokens of an image attend to later ones, so that no keys and values can be kept."""
         ...
 
@@ -66,17 +109,17 @@ class QwenVL:
     towers: tuple[str, ...] = ("visual",)
     axes = 3
 
-    def patches(self, made: Mapping[str, Any]) -> tuple[Pixels, Grid]:
+    def patches(self, made: Mapping[str, npt.NDArray[np.number]]) -> tuple[Pixels, Grid]:
         """See `Family.patches`."""
         time, height, width = made["image_grid_thw"][0].tolist()
         return made["pixel_values"].astype(np.float32), (time, height, width)
 
-    def cells(self, processor: Any, grid: Grid) -> Grid:
+    def cells(self, processor: Processor, grid: Grid) -> Grid:
         """See `Family.cells`."""
         merge = int(processor.merge_size)
         return grid[0], grid[1] // merge, grid[2] // merge
 
-    def count(self, processor: Any, width: int, height: int) -> int | None:
+    def count(self, processor: Processor, width: int, height: int) -> int | None:
         """See `Family.count`."""
         return int(processor.get_number_of_image_patches(height, width, {})) // int(processor.merge_size) ** 2
 
@@ -84,7 +127,7 @@ class QwenVL:
         """See `Family.ends`: the template writes them."""
         return [], []
 
-    def encode(self, base: Any, given: Sequence[tuple[Pixels, Grid]]) -> "list[tuple[Tensor, tuple[Tensor, ...]]]":
+    def encode(self, base: Base, given: Sequence[tuple[Pixels, Grid]]) -> "list[tuple[Tensor, tuple[Tensor, ...]]]":
         """See `Family.encode`."""
         import torch
 
@@ -95,15 +138,15 @@ class QwenVL:
         deep = getattr(made, "deepstack_features", None) or ()
         return [(features, tuple(layer[i] for layer in deep)) for i, features in enumerate(made.pooler_output)]
 
-    def arguments(self, base: Any, text: "Tensor", images: "Tensor", deep: "Sequence[Tensor]") -> dict[str, Any]:
+    def arguments(self, base: Base, text: "Tensor", images: "Tensor", deep: "Sequence[Tensor]") -> dict[str, object]:
         """See `Family.arguments`."""
         return {"visual_pos_masks": images, "deepstack_visual_embeds": list(deep)} if deep else {}
 
-    def mask(self, base: Any, embeddings: "Tensor", images: "Tensor") -> Any:
+    def mask(self, base: Base, embeddings: "Tensor", images: "Tensor") -> object:
         """See `Family.mask`."""
         return None
 
-    def looks_ahead(self, base: Any) -> bool:
+    def looks_ahead(self, base: Base) -> bool:
         """See `Family.looks_ahead`."""
         return False
 
@@ -120,19 +163,19 @@ class Gemma4:
     towers: tuple[str, ...] = ("vision_tower", "embed_vision")
     axes = 1
 
-    def patches(self, made: Mapping[str, Any]) -> tuple[Pixels, Grid]:
+    def patches(self, made: Mapping[str, npt.NDArray[np.number]]) -> tuple[Pixels, Grid]:
         """See `Family.patches`."""
         places = made["image_position_ids"][0]
         there = (places >= 0).all(-1)  # the others fill the row
         width, height = (places[there].max(0) + 1).tolist()
         return made["pixel_values"][0][there].astype(np.float32), (1, height, width)
 
-    def cells(self, processor: Any, grid: Grid) -> Grid:
+    def cells(self, processor: Processor, grid: Grid) -> Grid:
         """See `Family.cells`."""
         pooled = int(processor.pooling_kernel_size)
         return grid[0], grid[1] // pooled, grid[2] // pooled
 
-    def count(self, processor: Any, width: int, height: int) -> int | None:
+    def count(self, processor: Processor, width: int, height: int) -> int | None:
         """See `Family.count`."""
         return None
 
@@ -140,7 +183,7 @@ class Gemma4:
         """See `Family.ends`: the processor of transformers writes them."""
         return [config["boi_token_id"]], [config["eoi_token_id"]]
 
-    def encode(self, base: Any, given: Sequence[tuple[Pixels, Grid]]) -> "list[tuple[Tensor, tuple[Tensor, ...]]]":
+    def encode(self, base: Base, given: Sequence[tuple[Pixels, Grid]]) -> "list[tuple[Tensor, tuple[Tensor, ...]]]":
         """See `Family.encode`."""
         import torch
 
@@ -157,7 +200,7 @@ class Gemma4:
         )
         return [(features, ()) for features in made.pooler_output]
 
-    def arguments(self, base: Any, text: "Tensor", images: "Tensor", deep: "Sequence[Tensor]") -> dict[str, Any]:
+    def arguments(self, base: Base, text: "Tensor", images: "Tensor", deep: "Sequence[Tensor]") -> dict[str, object]:
         """See `Family.arguments`: embeddings for each layer, for placeholders those of padding."""
         config = base.config.get_text_config()
         if not config.hidden_size_per_layer_input:
@@ -165,7 +208,7 @@ class Gemma4:
         read = text.masked_fill(images, config.pad_token_id)
         return {"per_layer_inputs": base.language_model.get_per_layer_inputs(read)}
 
-    def mask(self, base: Any, embeddings: "Tensor", images: "Tensor") -> Any:
+    def mask(self, base: Base, embeddings: "Tensor", images: "Tensor") -> object:
         """See `Family.mask`."""
         if not self.looks_ahead(base):
             return None
@@ -180,7 +223,7 @@ class Gemma4:
             block_sequence_ids=gemma4.get_block_sequence_ids_for_mask(images.int(), device=embeddings.device),
         )
 
-    def looks_ahead(self, base: Any) -> bool:
+    def looks_ahead(self, base: Base) -> bool:
         """See `Family.looks_ahead`."""
         return bool(base.config.get_text_config().use_bidirectional_attention == "vision")
 

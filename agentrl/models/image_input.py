@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ from agentrl.images import MAX_TOKENS, STORE, ImageError, ImageLimits, ImageSize
 from agentrl.models.image_families import Family, Grid, Pixels, family_of
 from agentrl.recipe.schema import Recipe
 
+T = TypeVar("T")
 _KEPT = 512 << 20  # bytes of pixels
 _SIZES = ("patch_size", "merge_size", "size", "min_pixels", "max_pixels", "pooling_kernel_size", "max_soft_tokens")
 """What the number of features depends on, by the names of image processors."""
@@ -75,12 +76,12 @@ class ImageInput:
         from PIL import Image
 
         if size not in self._tokens:
-            count: int | None = _understood(lambda: self.family.count(self.processor, size.width, size.height))
+            count = _understood(lambda: self.family.count(self.processor, size.width, size.height))
             self._tokens[size] = self.tokens(self._processed(Image.new("RGB", size))[1]) if count is None else count
         return self._tokens[size]
 
 
-def _understood(work: Callable[[], Any]) -> Any:
+def _understood(work: Callable[[], T]) -> T:
     """What an image processor makes of an image. Raises ImageError: it does not take it, as one of 1 x 1000
     pixels."""
     try:

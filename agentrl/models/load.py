@@ -1,10 +1,10 @@
 """Load the module and the tokenizer that a recipe's `model` section names. Errors are one line each."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import UserError, nearest
 from agentrl.models import EMBEDDED, embedded_path
@@ -14,10 +14,18 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.remote import fetched, is_remote
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+T = TypeVar("T")
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
 
-def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) -> tuple[Any, Any]:
+def load_model(
+    section: ModelSection, seed: int = 0, *, headless: bool = False
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a causal language model onto `model.device`, in `model.dtype` and evaluation mode (no dropout), and its
     tokenizer.
 
@@ -51,7 +59,7 @@ def load_model(section: ModelSection, seed: int = 0, *, headless: bool = False) 
     return model, tokenizer
 
 
-def load_scorer(section: ModelSection, seed: int = 0) -> tuple[Any, Any]:
+def load_scorer(section: ModelSection, seed: int = 0) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load `model.path` as a sequence classifier with one label, to be trained, and its tokenizer.
 
     A causal language model gets a new head in place of its output layer, normal with a variance of 1 / (width + 1)
@@ -91,7 +99,7 @@ def load_scorer(section: ModelSection, seed: int = 0) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
+def load_skeleton(section: ModelSection) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The model without weights and adapter, on the meta device, and its tokenizer, for a process that does not
     compute with it. Raises UserError as `load_model` does."""
     import torch
@@ -107,7 +115,7 @@ def load_skeleton(section: ModelSection) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
-def load_tokenizer(section: ModelSection) -> Any:
+def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
     """The tokenizer with the recipe's chat template. Raises UserError as `load_model` does."""
     from transformers import AutoTokenizer
 
@@ -126,14 +134,14 @@ def load_tokenizer(section: ModelSection) -> Any:
     return tokenizer
 
 
-def class_for(config: Any) -> Any:
+def class_for(config: "PretrainedConfig") -> "type[_BaseAutoModelClass]":
     """The class of transformers that makes a model of this configuration."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
 
 
-def let_classify(config: Any) -> bool:
+def let_classify(config: "PretrainedConfig") -> bool:
     """Whether transformers can make a sequence classifier of this configuration: of a model that sees, for which
     it has no class, it is given one, as it makes those of other models."""
     from transformers import AutoModelForSequenceClassification
@@ -155,7 +163,7 @@ def _classifier(config: Any) -> Any:
     return type(name, (GenericForSequenceClassification, kind.__mro__[1]), {"__module__": __name__})
 
 
-def _give_sight(section: ModelSection, model: Any, tokenizer: Any) -> None:
+def _give_sight(section: ModelSection, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
     """Let a model that sees know how, and freeze what the recipe says. Raises UserError: there is nothing to freeze."""
     model.image_input = tokenizer.image_input
     if "vision" in section.freeze:
@@ -176,7 +184,7 @@ def check_roles(recipe: Recipe, ours: ImageInput) -> None:
             check_alike(ours, image_input(resolve(path), recipe.model.trust_remote_code), f"{key}: {path}")
 
 
-def find_device(name: str) -> Any:
+def find_device(name: str) -> "torch.device":
     """The torch device that `model.device` names. Raises UserError if it does not exist."""
     import torch
 
@@ -247,7 +255,7 @@ def _base_of(adapter: Path) -> str:
     return f" ({base})" if base else ""
 
 
-def _check_whole(path: str, model: Any, missing: Collection[str], headless: bool) -> None:
+def _check_whole(path: str, model: "PreTrainedModel", missing: Collection[str], headless: bool) -> None:
     """Raises UserError for weights that `from_pretrained` did not find and drew at random, as it only warns."""
     head = model.get_output_embeddings()
     unread = {name for name, module in model.named_modules() if headless and module is head}
@@ -259,7 +267,7 @@ def _check_whole(path: str, model: Any, missing: Collection[str], headless: bool
         )
 
 
-def _causal_config(path: str, section: ModelSection) -> Any:
+def _causal_config(path: str, section: ModelSection) -> "PretrainedConfig":
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -279,7 +287,7 @@ def check_family(path: str, section: ModelSection, **options: object) -> None:
     family_of(PretrainedConfig.get_config_dict(path, **options)[0], section.path)
 
 
-def overridden(config: Any, section: ModelSection) -> Any:
+def overridden(config: "PretrainedConfig", section: ModelSection) -> "PretrainedConfig":
     """A model's configuration with the settings of `model.config`, in place; what is a mapping is changed key
     by key. Raises UserError: a setting that it does not have."""
     text = config.get_text_config()
@@ -292,11 +300,11 @@ def overridden(config: Any, section: ModelSection) -> Any:
     return config
 
 
-def _scorer_config(path: str, section: ModelSection, tokenizer: Any) -> Any:
+def _scorer_config(path: str, section: ModelSection, tokenizer: "PreTrainedTokenizerBase") -> "PretrainedConfig":
     from transformers import AutoConfig
 
     check_family(path, section)
-    config = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=section.trust_remote_code)
     remote = section.trust_remote_code and "AutoModelForSequenceClassification" in (
         getattr(config, "auto_map", None) or {}
     )
@@ -319,7 +327,7 @@ def _read(template: str) -> str:
         raise UserError(f"model.chat_template: {template} cannot be read: {error.strerror}") from error
 
 
-def _load(path: str, what: str, load: Any) -> Any:
+def _load(path: str, what: str, load: Callable[[], T]) -> T:
     """`load()`, its errors as one line: this is the boundary to files and to the hub."""
     try:
         return load()

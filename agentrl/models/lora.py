@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from agentrl.errors import UserError, nearest
 from agentrl.models.vision import towers
 from agentrl.recipe.sections.model import LoraSection
 from agentrl.remote import fetched, is_remote
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ADAPTER = "default"
 ALL = "all-linear"
@@ -29,7 +32,7 @@ FOREIGN = {"use_dora": False, "use_rslora": False, "bias": "none", "rank_pattern
 """What peft can do besides, and its value where an adapter does without."""
 
 
-def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> None:
+def add_adapter(model: "PreTrainedModel", section: LoraSection, base: str, seed: int = 0) -> None:
     """Put an adapter into `model`, in place: new, which changes nothing yet, or the one in `section.start`.
 
     Only its parameters, float32, want gradients from then on. base: what adapter files are to name as their base model.
@@ -57,7 +60,7 @@ def add_adapter(model: Any, section: LoraSection, base: str, seed: int = 0) -> N
 
 
 def target_names(
-    model: Any, targets: tuple[str, ...], exclude: tuple[str, ...] = (), vision: bool = False
+    model: "PreTrainedModel", targets: tuple[str, ...], exclude: tuple[str, ...] = (), vision: bool = False
 ) -> list[str]:
     """The full names of the layers that get an adapter: those whose name ends with one of `targets`, unless one
     of `exclude` stands in it between dots. vision: also those of the vision tower."""
@@ -213,7 +216,7 @@ def _begin(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def _load(model: Any, section: LoraSection, folder: Path) -> None:
+def _load(model: "PreTrainedModel", section: LoraSection, folder: Path) -> None:
     config, state = _read(folder)
     where = f"model.lora.start: {folder}"
     if config.get("peft_type") != "LORA":

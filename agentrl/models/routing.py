@@ -6,10 +6,10 @@ weights, and their gradients, to the trainer; only the choice is taken over.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from agentrl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 UNKNOWN = -1
 """In place of an expert: the router's own choice is taken."""
@@ -37,13 +40,13 @@ class ServedExperts:
     """Number of experts that a router chooses for a token."""
 
     @classmethod
-    def of(cls, model: Any) -> "ServedExperts":
+    def of(cls, model: "PreTrainedModel") -> "ServedExperts":
         """That of a model, which may be a skeleton. Raises UserError: it has no routers."""
         routers, config = routers_of(model), model.config.get_text_config()
         layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]
         return cls(tuple(layers), int(config.num_hidden_layers), int(next(iter(routers.values())).top_k))
 
-    def recorded(self, told: npt.NDArray[Any], tokens: int) -> npt.NDArray[np.int16]:
+    def recorded(self, told: npt.NDArray[np.generic], tokens: int) -> npt.NDArray[np.int16]:
         """What was told as int16 [n, routers, experts a token]. told: integers, n tokens after each other.
         tokens: in all, of which n were computed. Raises ValueError: it is of another size."""
         shape = (-1, self.of_model, self.each)
@@ -116,7 +119,7 @@ class Routing:
         known = [share for share in self._differs if share is not None]
         return torch.stack(known).mean(0) if known else torch.zeros(0)
 
-    def choose(self, layer: int, scores: Tensor, found: Any) -> Any:
+    def choose(self, layer: int, scores: Tensor, found: Any) -> object:
         """What `topk` of a router shall return. scores: [tokens, experts]. found: what it returned."""
         if self._taken is not None:
             self._taken[layer] = found.indices
@@ -138,7 +141,7 @@ class _Chooser(TorchFunctionMode):
     def __init__(self, routing: Routing, layer: int) -> None:
         super().__init__()
         self._routing, self._layer = routing, layer
-        self._mode: Any = self
+        self._mode: TorchFunctionMode = self
 
     def enter(self, router: nn.Module, arguments: object) -> None:
         """Begin with the router's forward."""
@@ -148,7 +151,13 @@ class _Chooser(TorchFunctionMode):
         """End with it, also where it raises."""
         self._mode.__exit__(None, None, None)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         found = func(*args, **(kwargs or {}))
         if func in (torch.topk, Tensor.topk):
             return self._routing.choose(self._layer, args[0], found)

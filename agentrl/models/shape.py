@@ -2,11 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.models.load import check_family, class_for, overridden, resolve
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import LoraSection, ModelSection
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,9 @@ class Shape:
     """Of a model that sees."""
 
     @classmethod
-    def of(cls, config: Any, lora: LoraSection | None = None, trust_remote_code: bool = False) -> "Shape":
+    def of(
+        cls, config: "PretrainedConfig", lora: LoraSection | None = None, trust_remote_code: bool = False
+    ) -> "Shape":
         """Count a causal language model. config: its transformers configuration. lora: the adapter to count with it."""
         import torch
 
@@ -92,7 +98,7 @@ def read_shape(section: ModelSection) -> Shape | None:
     return None if config is None else Shape.of(config, section.lora, section.trust_remote_code)
 
 
-def _read_config(section: ModelSection) -> Any:
+def _read_config(section: ModelSection) -> "PretrainedConfig | None":
     from transformers import AutoConfig
 
     path = resolve(section.path)
@@ -110,7 +116,7 @@ _OF_ENGINE = ("max_context", "context-length", "max-model-len")
 """The engine's own: arguments, and flags of servers."""
 
 
-def context_of(config: Any) -> int:
+def context_of(config: "PretrainedConfig") -> int:
     """The maximum context of a model's configuration in tokens, or DEFAULT_CONTEXT if it names none."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
@@ -153,7 +159,7 @@ def undivided_heads(section: ModelSection, ranks: int) -> str | None:
     return heads_fault(overridden(config, section), ranks)
 
 
-def heads_fault(config: Any, ranks: int) -> str | None:
+def heads_fault(config: "PretrainedConfig", ranks: int) -> str | None:
     """Why the attention heads of a model cannot be dealt out to `ranks` workers; None: they can. config: its
     transformers configuration."""
     heads: int = config.get_text_config().num_attention_heads
@@ -165,11 +171,11 @@ def heads_fault(config: Any, ranks: int) -> str | None:
     )
 
 
-def _count(module: Any) -> int:
+def _count(module: "nn.Module") -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _tower(model: Any, config: Any) -> tuple[Any, Tower | None]:
+def _tower(model: "nn.Module", config: "PretrainedConfig") -> "tuple[nn.Module | None, Tower | None]":
     """The vision tower and its size; (None, None): the model has none."""
     vision = getattr(config, "vision_config", None)
     modules = dict(model.named_modules())
@@ -184,7 +190,7 @@ def _tower(model: Any, config: Any) -> tuple[Any, Tower | None]:
     return tower, Tower(_count(tower), len(blocks), hidden, int(wide), int(merge) ** 2, int(pixels))
 
 
-def longest_list(model: Any, outside: Any = None) -> list[Any]:
+def longest_list(model: "nn.Module", outside: "nn.Module | None" = None) -> "list[nn.Module]":
     """The longest list of modules that is in no other list. outside: a module whose lists do not count."""
     from torch.nn import ModuleList
 

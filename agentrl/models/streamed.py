@@ -9,7 +9,7 @@ tensors. Whatever it does to one but to put it in its place refuses: then the mo
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from agentrl.errors import UserError
 from agentrl.models.load import load_skeleton, overridden, resolve
 from agentrl.recipe.sections.model import ModelSection
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Read = Callable[[Tensor], Tensor]
 """The value of a parameter or buffer of the streamed model, on the CPU."""
@@ -160,7 +163,13 @@ class _Untouched(Tensor):
     ALLOWED = ("__get__", "detach", "requires_grad_", "is_floating_point", "size", "dim", "numel", "__hash__")
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         if func.__name__ not in cls.ALLOWED:
             cls.refused.append(f"transformers makes its weights of those in the files ({func.__name__})")
             raise NotStreamed(cls.refused[-1])
@@ -187,7 +196,7 @@ def _plain(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().as_subclass(Tensor), requires_grad=parameter.requires_grad)
 
 
-def _files(path: str, config: Any) -> list[str]:
+def _files(path: str, config: "PretrainedConfig") -> list[str]:
     """The safetensors files that `from_pretrained` would read; those of a hub name are fetched."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from agentrl.chat.base import Chat
 from agentrl.chat.load import load_chat
@@ -32,6 +32,9 @@ from agentrl.rollout.stored import StoredSample, chosen_files, read_samples
 from agentrl.rollout.trajectory_file import Stored, as_json, read_rows, row
 from agentrl.testing.agent import END, TextChat, without_token_limits
 from agentrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LISTED = 5  # ids that an error lists
 _HINT = 200  # characters of the ids that are near to a wrong one; more are all that there are
@@ -208,7 +211,9 @@ async def scripted_player(recipe: Recipe, env: Environment, engine: StoredTurns)
     return player
 
 
-def _tokenizer_and_chat(recipe: Recipe, schemas: Sequence[dict[str, Json]]) -> tuple[Any, Chat]:
+def _tokenizer_and_chat(
+    recipe: Recipe, schemas: Sequence[dict[str, Json]]
+) -> "tuple[PreTrainedTokenizerBase | None, Chat]":
     """Those of the recipe's model; for an engine that takes messages, a chat of plain text."""
     if engine_class(recipe.engine.name).brings_chat:
         return None, TextChat()

@@ -122,7 +122,7 @@ class FunctionAgent(Agent):
 
     name: str
     """Of the function, for messages."""
-    function: Callable[..., Any]
+    function: Callable[..., object]
     """`solve(task, client, **arguments)`."""
     arguments: Mapping[str, Json] = field(default_factory=dict)
     """Keyword arguments of every call: `agent.args`."""
@@ -130,7 +130,7 @@ class FunctionAgent(Agent):
     """Calls in threads that go on after their rollouts."""
     _threads: DaemonThreads | None = None
 
-    async def solve(self, task: Task, client: AgentClient) -> Any:
+    async def solve(self, task: Task, client: AgentClient) -> object:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(task, client, **self.arguments)
         if self._threads is None:

@@ -50,7 +50,7 @@ class AgentProcesses(Agent):
         self._held: dict[int, tuple[Outcome, _Process, int]] = {}  # what is still to be released, by its identity
         self._closed = False
 
-    async def solve(self, task: Task, client: AgentClient) -> Any:
+    async def solve(self, task: Task, client: AgentClient) -> object:
         """Do the task in the process that does the fewest. Raises InfrastructureError, one line: what the agent raised,
         or how its process ended."""
         try:
@@ -119,7 +119,7 @@ class _Process:
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._read(beginning(**facts))), asyncio.create_task(self._ping())]
 
-    async def solve(self, given: bytes, client: AgentClient) -> tuple[int, Any]:
+    async def solve(self, given: bytes, client: AgentClient) -> tuple[int, object]:
         """The rollout's number here, and what the agent returned."""
         number, rollout = next(self._numbers), _Rollout(client, asyncio.get_running_loop().create_future())
         self.rollouts[number] = rollout
@@ -155,7 +155,7 @@ class _Process:
         finally:
             del self._releases[number]
 
-    async def _cancelled(self, number: int, rollout: _Rollout) -> Any:
+    async def _cancelled(self, number: int, rollout: _Rollout) -> object:
         """What an agent returns that catches its cancellation, as one in this process may."""
         self._send("cancel", number, None)
         ended = False
@@ -168,7 +168,7 @@ class _Process:
             raise asyncio.CancelledError
         return rollout.done.result()
 
-    def _send(self, what: str, number: int, value: Any) -> None:
+    def _send(self, what: str, number: int, value: object) -> None:
         if self._writer is not None and not self.over:
             self._writer.write(framed(pickle.dumps((what, number, value))))
 
@@ -221,7 +221,9 @@ class _Process:
             line = f"what it returned cannot be read here: {describe(contained(error))}"
             rollout.done.set_exception(InfrastructureError(line))
 
-    async def _call_tool(self, rollout: _Rollout, number: int, call: int, name: str, arguments: Any) -> None:
+    async def _call_tool(
+        self, rollout: _Rollout, number: int, call: int, name: str, arguments: Mapping[str, Json] | str
+    ) -> None:
         try:
             self._send("tool", number, (call, await rollout.client.call_tool(name, arguments), None))
         except BaseException as error:  # noqa: BLE001 - boundary: the agent is told, as it would be here
@@ -307,7 +309,7 @@ class _Server:
                 else:
                     waiting.set_exception(InfrastructureError(error))
 
-    def send(self, what: str, number: int, value: Any) -> None:
+    def send(self, what: str, number: int, value: object) -> None:
         self.writer.write(framed(pickle.dumps((what, number, value))))
 
     async def solve(self, number: int, given: bytes) -> None:

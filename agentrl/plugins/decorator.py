@@ -29,7 +29,7 @@ from agentrl.plugins.signature import Signature, read_signature
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Session, ToolResponse
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 _REMEDY = "give what it waits for a time-out of its own, or write it `async def`"
 _THREADS = 256  # started one by one as calls wait; most of them sleep
 
@@ -52,11 +52,11 @@ class FunctionTool(Tool):
         self._run = self._async_runner(function, thread)
         functools.update_wrapper(self, function)
 
-    def __call__(self, *args: Any, **kwargs: Json) -> Any:
+    def __call__(self, *args: object, **kwargs: Json) -> Any:
         """The function itself, for tests and other code."""
         return self.function(*args, **kwargs)
 
-    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, object]:
         return self._signature.check(arguments)
 
     async def execute(self, session: Session, **arguments: Json) -> ToolResponse | str:
@@ -70,7 +70,7 @@ class FunctionTool(Tool):
             self._threads.shutdown()
             self._threads = None
 
-    def _async_runner(self, function: Function, thread: bool) -> Callable[[dict[str, Any]], Awaitable[Any]]:
+    def _async_runner(self, function: Function, thread: bool) -> Callable[[dict[str, Json]], Awaitable[object]]:
         if inspect.iscoroutinefunction(function):
             if thread:
                 raise UserError(f"tool {self.name!r}: an async function runs in the event loop; leave thread=True out")
@@ -78,12 +78,12 @@ class FunctionTool(Tool):
         if thread:
             return self._in_thread
 
-        async def inline(arguments: dict[str, Json]) -> Any:
+        async def inline(arguments: dict[str, Json]) -> object:
             return function(**arguments)
 
         return inline
 
-    async def _in_thread(self, arguments: dict[str, Json]) -> Any:
+    async def _in_thread(self, arguments: dict[str, Json]) -> object:
         if self._threads is None:
             self._threads = DaemonThreads(f"tool-{self.name}", _THREADS, Abandoned("tool", _REMEDY))
         return await self._threads.call(self.function, **arguments)
@@ -120,7 +120,7 @@ def tool(
     return lambda f: FunctionTool(f, name, description, thread)
 
 
-def result_text(value: Any) -> str:
+def result_text(value: object) -> str:
     """What a function returned, as the model reads it: nothing for None, JSON for all but text."""
     if value is None:
         return ""

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import CoroutineType
-from typing import Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -39,6 +39,9 @@ from agentrl.recipe.sections.env import EnvPart, EnvSection, ToolSection
 from agentrl.recipe.sections.rollout import EngineSection
 from agentrl.recipe.sections.track import TrackerSection
 from agentrl.secrets import MASK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 T = TypeVar("T")
 
@@ -165,7 +168,7 @@ def tracker_makers(sections: Sequence[TrackerSection]) -> dict[str, Callable[[],
     return makers
 
 
-def make_engine(section: EngineSection, model: Any, **context: Any) -> Any:
+def make_engine(section: EngineSection, model: "PreTrainedModel", **context: object) -> Any:
     """The engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
 
     context: what else a run knows, given to a class that names it: `model_path`, `tokenizer`, `say`, `phase`,
@@ -314,7 +317,7 @@ def _makes(made: object, wanted: type | tuple[type, ...]) -> bool:
     return issubclass(made, wanted) if isinstance(made, type) else inspect.isroutine(made)
 
 
-def construct(maker: Callable[..., object], args: Mapping[str, Json], where: str) -> Any:
+def construct(maker: Callable[..., T], args: Mapping[str, Json], where: str) -> T:
     """Call a class with arguments that its signature allows, of the types that it annotates.
 
     One that takes a pydantic model or a dataclass, beside `source` at most, gets its arguments as such an object.
@@ -339,7 +342,9 @@ def construct(maker: Callable[..., object], args: Mapping[str, Json], where: str
         raise UserError(f"{where}: {name} raised {describe(contained(error))}") from error
 
 
-def _checked(maker: Callable[..., object], args: Mapping[str, Json], where: str, whole: bool = True) -> dict[str, Any]:
+def _checked(
+    maker: Callable[..., object], args: Mapping[str, Json], where: str, whole: bool = True
+) -> dict[str, object]:
     """The arguments, as `construct` gives them. whole: none that has to be there may be absent."""
     name = getattr(maker, "__name__", str(maker))
     if (found := _config_of(maker)) is not None and found[0] not in args:
@@ -379,7 +384,7 @@ def with_arguments(function: Callable[..., T], position: int, args: Mapping[str,
     return partial(function, **_with_config(parameters[0], kind, name, args, where, whole=True))
 
 
-def _hints(maker: Callable[..., Any]) -> dict[str, Any]:
+def _hints(maker: Callable[..., object]) -> dict[str, Any]:
     """The types that a class or a function annotates its arguments with; none where they cannot be read."""
     try:
         return get_type_hints(_annotated(maker))
@@ -387,7 +392,7 @@ def _hints(maker: Callable[..., Any]) -> dict[str, Any]:
         return {}
 
 
-def _annotated(maker: Callable[..., object]) -> Callable[..., Any]:
+def _annotated(maker: Callable[..., object]) -> Callable[..., object]:
     """What annotates the arguments: the `__init__` of a class, be it inherited, unless that names none, as that
     of a pydantic model."""
     init = getattr(maker, "__init__", None) if isinstance(maker, type) else None
@@ -399,7 +404,7 @@ def _annotated(maker: Callable[..., object]) -> Callable[..., Any]:
     return init if len(named) > 1 else maker
 
 
-def _config_of(maker: Callable[..., object]) -> tuple[str, type[Any]] | None:
+def _config_of(maker: Callable[..., object]) -> tuple[str, type[object]] | None:
     """The name and the type of the one argument that holds all others: a pydantic model or a dataclass."""
     hints = {key: kind for key, kind in _hints(maker).items() if key not in ("source", "return")}
     if len(hints) != 1:
@@ -412,7 +417,7 @@ def _config_of(maker: Callable[..., object]) -> tuple[str, type[Any]] | None:
 
 def _with_config(
     key: str, kind: type[Any], name: str, args: Mapping[str, Json], where: str, whole: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments with all but `source` as one object of type `kind`."""
     if issubclass(kind, BaseModel):
         known, extra = list(kind.model_fields), kind.model_config.get("extra") == "allow"
@@ -443,10 +448,10 @@ def _mistake(error: ErrorDetails, *names: str) -> str:
     return f"{text}, got {_shown((*names, *error['loc']), error['input'])}"
 
 
-def _typed(maker: Callable[..., object], key: str, value: object, where: str) -> Any:
+def _typed(maker: Callable[..., object], key: str, value: object, where: str) -> object:
     """`value` as the annotation of argument `key` wants it, as it is where there is no annotation to check."""
     try:
-        adapter = TypeAdapter(_hints(maker)[key], config=ConfigDict(arbitrary_types_allowed=True))
+        adapter: TypeAdapter[object] = TypeAdapter(_hints(maker)[key], config=ConfigDict(arbitrary_types_allowed=True))
     except (KeyError, TypeError, PydanticUserError):
         return value
     try:
@@ -457,7 +462,7 @@ def _typed(maker: Callable[..., object], key: str, value: object, where: str) ->
         raise UserError(f"{_key(where, key)}{inside}: {_mistake(first, key)}") from None
 
 
-def _shown(names: tuple[str | int, ...], value: Any) -> str:
+def _shown(names: tuple[str | int, ...], value: object) -> str:
     """What was given, for an error; `***` for what may be a secret."""
     secret = any(isinstance(name, str) and is_secret(name, value) for name in names)
     return MASK if secret else repr(masked(value, free=True))
@@ -479,7 +484,7 @@ def _kind(group: str) -> str:
     return singular.get(short, short.removesuffix("s"))
 
 
-def _public(value: Any) -> list[str]:
+def _public(value: object) -> list[str]:
     return [n for n in vars(value) if not n.startswith("_")] if hasattr(value, "__dict__") else []
 
 

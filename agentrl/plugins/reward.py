@@ -97,7 +97,7 @@ def make_reward(section: RewardSection, where: str) -> Reward | GroupReward:
     return made
 
 
-def _of_function(function: Callable[..., Any], section: RewardSection, where: str) -> Reward | GroupReward:
+def _of_function(function: Callable[..., object], section: RewardSection, where: str) -> Reward | GroupReward:
     """The function called with `args` for every sample or group; its first parameter says which."""
     parameters = list(inspect.signature(function).parameters)
     if not parameters:

@@ -32,10 +32,10 @@ class Signature:
     """The docstring's text before its sections."""
     parameters: Mapping[str, Json]
     session: str | None
-    _adapter: TypeAdapter[dict[str, Any]]
+    _adapter: TypeAdapter[dict[str, object]]
     _not_null: frozenset[str]  # may be left out but not null: a model's null is taken as leaving it out
 
-    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, object]:
         """The arguments converted to the annotated types. Raises ArgumentError with one line for the model."""
         if None in arguments.values():
             arguments = {k: v for k, v in arguments.items() if v is not None or k not in self._not_null}
@@ -104,14 +104,14 @@ def _is_session(annotation: object) -> bool:
     return annotation is Session or (get_origin(annotation) is not None and Session in get_args(annotation))
 
 
-def _jsonable(value: object, name: str, key: str) -> Any:
+def _jsonable(value: object, name: str, key: str) -> object:
     try:
         return to_jsonable_python(value)
     except PydanticSerializationError:
         raise UserError(f"tool {name!r}: the default of {key!r} cannot be written as JSON") from None
 
 
-def _takes_null(adapter: TypeAdapter[dict[str, Any]], key: str) -> bool:
+def _takes_null(adapter: TypeAdapter[dict[str, object]], key: str) -> bool:
     try:
         adapter.validate_python({key: None})
     except ValidationError as error:
@@ -119,7 +119,7 @@ def _takes_null(adapter: TypeAdapter[dict[str, Any]], key: str) -> bool:
     return True
 
 
-def _untitled(schema: object) -> Any:
+def _untitled(schema: object) -> Json:
     """Drop the titles that pydantic adds: they tell a model nothing and cost tokens."""
     if isinstance(schema, list):
         return [_untitled(part) for part in schema]
@@ -138,13 +138,13 @@ def _untitled(schema: object) -> Any:
     }
 
 
-def _read_texts(arguments: Mapping[str, Json], error: ValidationError) -> dict[str, Any]:
-    result = dict(arguments)
+def _read_texts(arguments: Mapping[str, Json], error: ValidationError) -> dict[str, object]:
+    result: dict[str, object] = dict(arguments)
     for detail in error.errors(include_url=False):
         key = detail["loc"][0] if detail["loc"] else None
-        if detail["type"] in _CONTAINERS and isinstance(key, str) and isinstance(result.get(key), str):
+        if detail["type"] in _CONTAINERS and isinstance(key, str) and isinstance(text := result.get(key), str):
             try:
-                result[key] = json.loads(result[key])
+                result[key] = json.loads(text)
             except (ValueError, RecursionError):
                 continue
     return result

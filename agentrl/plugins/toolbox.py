@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Protocol, Self
 
 from agentrl.errors import UserError, call_plugin, contained, describe, nearest
 from agentrl.plugins.environment import Environment
@@ -43,7 +43,14 @@ class Toolbox:
         await self.closing.aclose()
 
 
-async def close_all(parts: Mapping[str, Any]) -> list[str]:
+class Closes(Protocol):
+    """What is closed at the end of a run."""
+
+    async def close(self) -> None:
+        """Let go of what it holds."""
+
+
+async def close_all(parts: Mapping[str, Closes]) -> list[str]:
     """Close each, whatever another one raises: name -> what has `close`. Returns a line for each that raised: the work
     is done by then, and no reason to lose it."""
     lines = []

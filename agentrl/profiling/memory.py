@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ class PeakMemory:
     the process started.
     """
 
-    def __init__(self, device: Any = "cpu") -> None:
+    def __init__(self, device: "torch.device | str" = "cpu") -> None:
         self._device = torch.device(device)
         self._active: list[str] = []
         self._step: dict[str, float] = {}

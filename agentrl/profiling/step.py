@@ -140,7 +140,7 @@ class StepProfiler:
 class _InstrumentedRole:
     """A role whose calls with a batch are counted and traced; other attributes are those of the role."""
 
-    def __init__(self, role: Any, name: str, profiler: Profiler, steps: StepProfiler, cost: Cost) -> None:
+    def __init__(self, role: object, name: str, profiler: Profiler, steps: StepProfiler, cost: Cost) -> None:
         self._role, self._name, self._profiler, self._steps, self._cost = role, name, profiler, steps, cost
 
     def __getattr__(self, name: str) -> Any:

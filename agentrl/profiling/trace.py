@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from agentrl.jsonable import Json, dumps, loads
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
 
 TOP = 25  # operations in the table
 OwnTimes = dict[str, tuple[int, float, float]]
@@ -71,7 +74,7 @@ class Profiler:
         """The path of the current step's file with this ending, `json.gz` or `txt`."""
         return self.folder / f"step_{self._step}_{self.role}_{self.rank}.{ending}"
 
-    def _add(self, recording: Any) -> None:
+    def _add(self, recording: "profile") -> None:
         """Rewrite the step's files with this recording added."""
         sums = self._sums
         sums.parts += 1
@@ -132,7 +135,7 @@ def add_own_times(events: Sequence[Mapping[str, Json]], found: OwnTimes) -> None
             open_.append((event["ts"] + took, name))
 
 
-def _recording() -> Any:
+def _recording() -> "profile":
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]

@@ -3,7 +3,6 @@
 import difflib
 import types
 import typing
-from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -117,7 +116,7 @@ def _model_at(model: type[BaseModel], key: Key) -> type[BaseModel]:
     return model
 
 
-def section_of(annotation: Any, lists: bool = False) -> type[BaseModel] | None:
+def section_of(annotation: object, lists: bool = False) -> type[BaseModel] | None:
     """The section class in `Section` and `Section | None`; with `lists`, in `tuple[Section, ...]` too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation

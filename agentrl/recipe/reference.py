@@ -62,7 +62,7 @@ def _row(key: str, info: FieldInfo) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 
-def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+def _type(annotation: Any, metadata: Iterable[object] = ()) -> str:
     """A type in words, with its bounds: `whole number > 0`."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -82,12 +82,12 @@ def _type(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     return " ".join([_KINDS[annotation], *_bounds(metadata)])
 
 
-def _marks(metadata: Iterable[Any]) -> list[Any]:
+def _marks(metadata: Iterable[object]) -> list[object]:
     """Metadata with that of each `Field(gt=0)` in its place."""
     return [mark for item in metadata for mark in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 
-def _bounds(metadata: Iterable[Any]) -> list[str]:
+def _bounds(metadata: Iterable[object]) -> list[str]:
     marks = [(_BOUNDS[type(mark)], mark) for mark in metadata if type(mark) in _BOUNDS]
     return [" and ".join(f"{sign} {getattr(mark, name):g}" for (name, sign), mark in marks)] if marks else []
 

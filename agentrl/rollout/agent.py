@@ -111,7 +111,7 @@ class AgentRequest(AsyncRolloutRequest):
 class _Given(NamedTuple):
     """A call that was given, by which one that is sent again is known."""
 
-    task: asyncio.Task[Any]
+    task: asyncio.Task[Completion]
     """Answers it."""
     digest: bytes
     """A digest of its body."""

@@ -115,7 +115,7 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
     return rewards
 
 
-def _seats(given: Mapping[Any, Any]) -> dict[str, float]:
+def _seats(given: Mapping[Any, object]) -> dict[str, float]:
     """The rewards of seats as numbers by name. Raises PluginError."""
     for name in given:
         if not isinstance(name, str) or not name:

@@ -7,7 +7,7 @@ cannot be put into the reward model's tokens fails alone.
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from agentrl.plugins.rewards import MODEL
 from agentrl.plugins.types import Json, Message
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Ids = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Translate = Callable[[Sample], Ids]
@@ -110,7 +113,9 @@ def ask_reward_model(player: Player) -> None:
     add_reward_model(player, RewardModel(player.recipe).scores)
 
 
-def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Json]] = ()) -> Translate:
+def translation(
+    recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Json]] = ()
+) -> Translate:
     """How conversations of the policy, whose `tokenizer` this is, become ids of the recipe's `rewards.model`.
 
     As they are, where the reward model knows every token of the policy by the same id; else rendered anew by its own
@@ -138,7 +143,9 @@ def translation(recipe: Recipe, tokenizer: Any, tools: Sequence[dict[str, Json]]
     return _rendered(path, theirs, tools, limit)
 
 
-def _same(path: str, recipe: Recipe, tokenizer: Any, vocabulary: int, limit: int | None) -> Translate:
+def _same(
+    path: str, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", vocabulary: int, limit: int | None
+) -> Translate:
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocabulary:
         raise UserError(
@@ -157,7 +164,9 @@ def _same(path: str, recipe: Recipe, tokenizer: Any, vocabulary: int, limit: int
     return translate
 
 
-def _rendered(path: str, tokenizer: Any, tools: Sequence[dict[str, Json]], limit: int | None) -> Translate:
+def _rendered(
+    path: str, tokenizer: "PreTrainedTokenizerBase", tools: Sequence[dict[str, Json]], limit: int | None
+) -> Translate:
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             f"rewards.model: {path} has another vocabulary than the policy, and its tokenizer has no chat template to "
@@ -183,19 +192,21 @@ def _rendered(path: str, tokenizer: Any, tools: Sequence[dict[str, Json]], limit
     return translate
 
 
-def knows(theirs: Any, ours: Any) -> bool:
+def knows(theirs: "PreTrainedTokenizerBase", ours: "PreTrainedTokenizerBase") -> bool:
     """Whether every token of `ours` has the same id in `theirs`."""
     vocabulary = theirs.get_vocab()
     return all(vocabulary.get(token) == number for token, number in ours.get_vocab().items())
 
 
-def _tokenizer(path: str, trust_remote_code: bool) -> Any:
+def _tokenizer(path: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase | None":
     """The tokenizer saved beside the classifier; None where there is none (transformers then may make an empty
     one)."""
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(classifier_folder(path), trust_remote_code=trust_remote_code)
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            classifier_folder(path), trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # transformers has no one error for it
         return None
     return found if found.get_vocab().keys() - found.get_added_vocab().keys() else None

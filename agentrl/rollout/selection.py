@@ -4,7 +4,6 @@ import math
 from asyncio import gather, timeout
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from agentrl.containment.threads import Abandoned, DaemonThreads
 from agentrl.errors import UserError, call_plugin
@@ -32,7 +31,7 @@ class GroupFilter:
     def __init__(self, section: FilterSection, seconds: float) -> None:
         """Raises UserError, one line: an unknown name, or arguments that it does not take."""
         self.name, self._seconds = section.name, seconds
-        function: Callable[..., Any] = load("filters", section.name)
+        function: Callable[..., object] = load("filters", section.name)
         self._function = with_arguments(function, 1, section.args, f"{WHERE}.args")
         self._threads = None if function is varied else DaemonThreads(WHERE, 1, Abandoned(WHERE, _REMEDY))
 

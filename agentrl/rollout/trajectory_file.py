@@ -313,7 +313,7 @@ def _batch(
     rows: Sequence[Row], trajectories: Sequence[Trajectory], learned: Sequence[Learned | None]
 ) -> pa.RecordBatch:
     facts = [pa.array([row[name] for row in rows], kind) for name, kind in FACTS.items()]
-    given: dict[str, list[npt.NDArray[Any] | None]] = {
+    given: dict[str, list[npt.NDArray[np.generic] | None]] = {
         name: [getattr(t, name) for t in trajectories] for name in ("ids", "loss_mask", "logprobs", "weight_version")
     }
     given["trainer_logprobs"] = [None if one is None else one.logprobs for one in learned]
@@ -327,7 +327,7 @@ def _batch(
     return pa.record_batch([*facts, *tokens, pa.array(allowed, SCHEMA.field(ALLOWED).type)], schema=SCHEMA)
 
 
-def _lists(columns: Sequence[npt.NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
+def _lists(columns: Sequence[npt.NDArray[np.generic] | None], kind: pa.DataType) -> pa.Array:
     there = [column for column in columns if column is not None]
     offsets = np.zeros(len(columns) + 1, np.int32)
     np.cumsum([0 if column is None else len(column) for column in columns], out=offsets[1:])
@@ -393,13 +393,13 @@ def read_table(path: Path, columns: Sequence[str] | None = None, row: int | None
 
 def read_columns(
     path: Path, facts: Sequence[str], tokens: Sequence[str]
-) -> tuple[list[Row], dict[str, list[npt.NDArray[Any]]]]:
+) -> tuple[list[Row], dict[str, list[npt.NDArray[np.generic]]]]:
     """The rows of a Parquet file by columns of FACTS, and by name columns of TOKENS: an array [T] a row.
 
     Raises UserError: as `read_rows`; a row has no array.
     """
     table = read_table(path, [*facts, *tokens])
-    columns: dict[str, list[npt.NDArray[Any]]] = {}
+    columns: dict[str, list[npt.NDArray[np.generic]]] = {}
     for name in tokens:
         column = table[name].combine_chunks()
         if column.null_count or column.values.null_count:

@@ -8,7 +8,6 @@ import json
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 from agentrl.chat.base import ParsedCall, ParsedTurn
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
@@ -34,7 +33,7 @@ def plain_text(text: str) -> str:
     return "\n".join(f"/{line}" if line.startswith("/") else line for line in text.split("\n"))
 
 
-def without_token_limits(limits: RolloutSection, **changes: Any) -> RolloutSection:
+def without_token_limits(limits: RolloutSection, **changes: object) -> RolloutSection:
     """`limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
     endless: dict[str, Json] = {"max_tokens": NO_LIMIT, "max_turn_tokens": NO_LIMIT, "max_tool_tokens": NO_LIMIT}
     endless |= {"max_total_tokens": None, "compact": None}

@@ -92,7 +92,7 @@ def made_environment(env: Environment | type[Environment] | str) -> Environment:
     """An object, a class that needs no argument, or an installed name, as an environment."""
     if isinstance(env, str):
         return make_environment(EnvSection(name=env))
-    made: Any = env() if isinstance(env, type) else env
+    made: object = env() if isinstance(env, type) else env
     require(isinstance(made, Environment), f"{env!r} is not an environment: derive it from agentrl.Environment")
     assert isinstance(made, Environment)
     return made

@@ -31,7 +31,7 @@ def require(holds: object, line: str) -> None:
         raise AssertionError(line)
 
 
-def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def run_checks(work: Callable[[], Coroutine[object, None, None]]) -> None:
     """Run them to their end, inside a running event loop as well. What is broken is raised anew, so that a test shows
     its line and what caused it, and nothing of how it was found."""
     __tracebackhide__ = True
@@ -46,7 +46,7 @@ def run_checks(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 def made_tool(tool: Tool | type[Tool] | str) -> Tool:
     """An object, a class that needs no argument, or an installed name, as a tool."""
-    made: Any = (
+    made: object = (
         make_tool(ToolSection(name=tool)) if isinstance(tool, str) else tool() if isinstance(tool, type) else tool
     )
     require(not isinstance(made, ToolSource), f"{tool!r} is a source of tools: open it, and check those one by one")
@@ -189,7 +189,7 @@ async def require_no_growth(plugin: object, what: str, many: Callable[[], Awaita
         )
 
 
-def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
+def first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
     """The index where they begin to differ."""
     return next((i for i in range(max(len(a), len(b))) if a[i : i + 1] != b[i : i + 1]), None)
 

@@ -85,7 +85,7 @@ async def _promises(contract: "_Contract", deterministic: bool, sessions: int) -
     await contract.drive()
 
 
-def _compare(expected: list[Any], got: list[Any], what: str, how: str) -> None:
+def _compare(expected: list[object], got: list[object], what: str, how: str) -> None:
     at = first_difference(expected, got)
     if at is not None:
         is_call = at < len(expected) - 1
@@ -145,15 +145,15 @@ class _Contract:
         """Check a request that ends before the first call."""
         await self.release(await self.begin(0), "after a session without a call")
 
-    async def play(self, index: int) -> list[Any]:
+    async def play(self, index: int) -> list[object]:
         """Make every call and read the reward, in a session of its own; return what came of them as plain values."""
         begun = await self.begin(index)
-        came: list[Any] = [await self.answer(begun, i) for i in range(len(self.calls))]
+        came: list[object] = [await self.answer(begun, i) for i in range(len(self.calls))]
         came.append(await self.reward(begun))
         await self.release(begun, "after its calls")
         return came
 
-    async def play_among(self, index: int, sessions: int) -> list[Any]:
+    async def play_among(self, index: int, sessions: int) -> list[object]:
         """Play as `play` does, while others do the same; alone it was right."""
         try:
             return await self.play(index)
@@ -163,7 +163,7 @@ class _Contract:
                 f"session.state"
             ) from error
 
-    async def answer(self, begun: Session, index: int) -> tuple[Any, ...]:
+    async def answer(self, begun: Session, index: int) -> tuple[object, ...]:
         arguments, words = self.calls[index]
         what = f"{self.what}: call {index + 1} with {dict(arguments)!r}"
         response = await self.execute(begun, arguments, what)

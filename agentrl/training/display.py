@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -102,10 +101,17 @@ class Display:
         if self.console.is_terminal:
             self._live.stop()
 
-    def _print(self, shown: Any, **how: Any) -> None:
+    def _print(
+        self,
+        shown: RenderableType,
+        *,
+        highlight: bool | None = None,
+        markup: bool | None = None,
+        soft_wrap: bool = False,
+    ) -> None:
         """Print, unless stdout was closed or cannot be written to, which `check` raises."""
         try:
-            self.console.print(shown, **how)
+            self.console.print(shown, highlight=highlight, markup=markup, soft_wrap=soft_wrap)
         except (OSError, SystemExit, ValueError) as error:  # rich exits when a pipe has no reader
             if isinstance(error, ValueError) and not self.console.file.closed:  # a plugin may have closed it
                 raise

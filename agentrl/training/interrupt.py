@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from agentrl.containment.event_loop import Runner
 from agentrl.containment.watchdog import Ending, HeldError, held_in, interrupt
@@ -54,8 +54,8 @@ class Interrupts(Ending):
         self._stuck: str | None = None  # the line that ends the run
         self._left = False  # the process ends in another thread
         self._runner = self._new_runner()
-        self._task: asyncio.Task[Any] | None = None
-        self._previous: dict[int, Any] = {}
+        self._task: asyncio.Task[object] | None = None
+        self._previous: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._last_resort: threading.Timer | None = None
 
     def __enter__(self) -> "Interrupts":

@@ -1,12 +1,12 @@
 """Make the parts of a run, in the order in which a mistake costs least."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.chat.base import Seeing
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
@@ -42,6 +42,9 @@ from agentrl.training.preflight import Checked
 from agentrl.training.rollouts import OverlappedRollouts, Rollouts, SerialRollouts, StoredRollouts
 from agentrl.training.trackers import Trackers
 from agentrl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ class Start:
             RunFolder.check_free(str(self.folder.path))  # another run may have come and gone before we had the lock
         return self.folder
 
-    def open_checkpoints(self, tokenizer: Any) -> Checkpoints:
+    def open_checkpoints(self, tokenizer: "PreTrainedTokenizerBase") -> Checkpoints:
         """The run's checkpoints, which its mirror follows from now on to the run's end."""
         folder, mirror, keep = self.open_folder(), self.mirror, self.recipe.train.keep
         if mirror is None:
@@ -91,12 +94,12 @@ class Start:
         self.at_end("the mirror", mirror.close)
         return Checkpoints(folder.checkpoints, keep, tokenizer, mirror.saved)
 
-    def at_end(self, what: str, close: Callable[[], object]) -> None:
+    def at_end(self, what: str, close: Callable[[], Iterable[str] | None]) -> None:
         """Call `close` when the run ends, however it does. The lines that it may return are printed, and so is what it
         raises: nothing can be lost any more."""
         self.stack.callback(self._close, what, close)
 
-    def _close(self, what: str, close: Callable[[], Any]) -> None:
+    def _close(self, what: str, close: Callable[[], Iterable[str] | None]) -> None:
         try:
             unclosed = close()
         except Exception as error:  # noqa: BLE001 - the run has ended, well or with an error of its own

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.errors import UserError, contained
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _BROKEN = "\ufffd"  # what a decoder writes where bytes are no whole character
 _WINDOW = 6  # tokens that one character is spread over, at most
@@ -19,14 +22,14 @@ def reader(path: Path) -> Callable[[Sequence[int]], list[str]]:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer: Any = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except BaseException as error:
         contained(error)
         raise UserError(f"{path}: cannot be read as a tokenizer") from error
     return lambda ids: _texts(tokenizer, ids)
 
 
-def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def _texts(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[str]:
     found: list[str] = []
     waiting: list[int] = []
     for token in ids:
@@ -42,7 +45,7 @@ def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return found
 
 
-def _text(tokenizer: Any, ids: list[int]) -> str:
+def _text(tokenizer: "Tokenizer", ids: list[int]) -> str:
     text: str = tokenizer.decode(ids, skip_special_tokens=False)
     name = tokenizer.id_to_token(ids[0])
     if name is None:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -22,6 +22,9 @@ from agentrl.http_server import names_this_machine, quiet_runner
 from agentrl.plugins.types import Json
 from agentrl.view.assets import MODULES, Ranges, page_file
 from agentrl.view.store import RunStore, Why
+
+if TYPE_CHECKING:
+    from aiohttp.typedefs import Middleware
 
 _KINDS = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 POLICY = (
@@ -69,7 +72,7 @@ def make_app(shown: Shown) -> web.Application:
     return app
 
 
-def _guard(token: str) -> Any:
+def _guard(token: str) -> "Middleware":
     @web.middleware
     async def guard(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -100,7 +103,9 @@ async def _page(request: web.Request) -> web.Response:
     return web.Response(body=page_file(name), content_type=_KINDS[Path(name).suffix], charset="utf-8")
 
 
-def _api(shown: Shown, answer: Callable[[Shown, Mapping[str, str]], Json]) -> Callable[..., Any]:
+def _api(
+    shown: Shown, answer: Callable[[Shown, Mapping[str, str]], Json]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def handle(request: web.Request) -> web.Response:
         try:
             text = await asyncio.to_thread(lambda: json.dumps(answer(shown, request.query), allow_nan=False))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import aiohttp
 import torch
@@ -109,7 +108,7 @@ class WeightChannel:
                 failures |= {server.url: CHANGED for server in ready if server.url not in failures}
             ready = [server for server in ready if server.url not in failures]
             if checking:
-                others: dict[tuple[Any, ...], str] = {}
+                others: dict[tuple[object, ...], str] = {}
                 ready = await each(ready, lambda server: check(server, sent, others), failures)
             ready = await each(ready, lambda server: self._commit(server, version), failures)
             self.versions |= dict.fromkeys((s.url for s in ready), version)

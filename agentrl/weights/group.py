@@ -41,10 +41,10 @@ class Group:
     """The name by which servers know it."""
     servers: tuple[WeightServer, ...]
     """Those that joined."""
-    handle: Any
+    handle: dist.ProcessGroup
     """torch's process group."""
-    store: Any
-    """torch's store, which must live as long as the group."""
+    store: TCPStore | None
+    """torch's store, which must live as long as the group; None: the group has none."""
     backend: str
     """`nccl` or `gloo`."""
 
@@ -85,7 +85,7 @@ class NcclGroup(Group):
         nccl_library().ncclCommAbort(ctypes.c_void_p(pointer))
 
 
-def nccl_library() -> Any:
+def nccl_library() -> ctypes.CDLL:
     """Torch's NCCL, which is loaded already."""
     return ctypes.CDLL("libnccl.so.2")
 
@@ -164,7 +164,7 @@ def agree_with_servers() -> None:
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
 
-def _start(port: int, world: int, name: str, backend: str, timeout: float) -> tuple[Any, Any]:
+def _start(port: int, world: int, name: str, backend: str, timeout: float) -> tuple[dist.ProcessGroup, TCPStore]:
     """Do rank 0's side of what servers do as they join. Blocks until all have."""
     limit = timedelta(seconds=timeout)
     if backend == "nccl":

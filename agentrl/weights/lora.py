@@ -15,11 +15,10 @@ import pickle
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from safetensors.torch import save_file
 
@@ -118,7 +117,7 @@ class LoraChannel:
         return self._same_host[server.url]
 
     async def _load(
-        self, servers: Sequence[WeightServer], load: Callable[[WeightServer], Any], failures: Failures
+        self, servers: Sequence[WeightServer], load: Callable[[WeightServer], Awaitable[object]], failures: Failures
     ) -> list[WeightServer]:
         async def checked(server: WeightServer) -> None:
             if not (await server.facts()).lora:

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import aiohttp
 import torch
@@ -31,6 +31,9 @@ from agentrl.weights.scratch import Scratch
 from agentrl.weights.server import WeightUpdateError
 from agentrl.weights.source import ModelWeights, whole
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 T = TypeVar("T")
 KEEP_ALIVE_SECONDS = 3.0
 """Less than a server keeps an idle connection (5 s): a connection that it is about to close is not used again."""
@@ -45,7 +48,7 @@ class Sender:
 
     def __init__(
         self,
-        model: Any,
+        model: "PreTrainedModel",
         session: Callable[[], aiohttp.ClientSession],
         scratch: Callable[[], Path],
         transport: str,
@@ -173,7 +176,7 @@ class Publisher:
     """Sends the weights of `model`, a transformers module whose parameters may be sharded (FSDP2). Called alike on
     every rank; each call blocks. rank: of this process. One that sends has an event loop of its own for it."""
 
-    def __init__(self, model: Any, rank: int = 0) -> None:
+    def __init__(self, model: "PreTrainedModel", rank: int = 0) -> None:
         self._model, self._rank = model, rank
         self._runner: asyncio.Runner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -244,7 +247,7 @@ class Publisher:
         assert self._sender is not None
         return self._sender
 
-    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    def _run(self, work: Callable[[], Coroutine[object, None, T]]) -> T:
         """Run it in the event loop that connections and channels belong to."""
         self._runner = self._runner or asyncio.Runner()
         return self._runner.run(work())

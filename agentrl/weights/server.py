@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import aiohttp
 import torch
@@ -64,7 +64,7 @@ class Facts:
         return self.device == "cpu" and self.ranks == 1 and not self.quantized
 
     @property
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[object, ...]:
         """What servers with the same weights must share to have the same checksums."""
         return self.device, self.dtype, self.ranks, self.quantized, self.version
 

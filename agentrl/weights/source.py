@@ -4,13 +4,16 @@ import hashlib
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from agentrl.models.lora import merged, plain_tensors
 from agentrl.weights.request import WeightPublisher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NamedTensor = tuple[str, Tensor]
 """Name and whole tensor; dtype, shape and size in bytes are the tensor's own."""
@@ -48,7 +51,9 @@ class ModelWeights(WeightSource):
     one by one.
     """
 
-    def __init__(self, model: Any, stamp: str | None = None, base: bool = False, own_names: bool = False) -> None:
+    def __init__(
+        self, model: "PreTrainedModel", stamp: str | None = None, base: bool = False, own_names: bool = False
+    ) -> None:
         self._model, self._base = model, base
         self.stamp = stamp or self._hash()
         self.repeatable = not any(hasattr(p, "full_tensor") for p in model.parameters())
@@ -115,7 +120,7 @@ class _SharedIterator:
             return next(self._items)
 
 
-def _untied(model: Any) -> Iterator[tuple[str, Tensor, Any]]:
+def _untied(model: "PreTrainedModel") -> Iterator[tuple[str, Tensor, Any]]:
     """Yield name, tensor, and the layer whose adapter is to be merged into it (None: there is none)."""
     seen: set[int] = set()
     for name, tensor, adapted in plain_tensors(model):
@@ -124,14 +129,14 @@ def _untied(model: Any) -> Iterator[tuple[str, Tensor, Any]]:
             yield name, tensor, adapted
 
 
-def _needs_conversion(model: Any) -> bool:
+def _needs_conversion(model: "PreTrainedModel") -> bool:
     """Whether any weight has another name in checkpoints. All are asked about at once, since transformers walks
     all modules for each question."""
     names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor, _ in _untied(model)}
     return as_saved(model, names).keys() != names.keys()
 
 
-def as_saved(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+def as_saved(model: "PreTrainedModel", state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert a part of a transformers module's state dict to what `save_pretrained` writes."""
     from transformers.core_model_loading import revert_weight_conversion
 

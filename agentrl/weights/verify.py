@@ -94,7 +94,7 @@ class _Sum:
         return {running.hexdigest()[:16] for running in self._running.values()}
 
 
-async def check(server: WeightServer, sent: Fingerprint, others: dict[tuple[Any, ...], str]) -> None:
+async def check(server: WeightServer, sent: Fingerprint, others: dict[tuple[object, ...], str]) -> None:
     """Raise WeightUpdateError with one line when the server holds something else than was sent.
 
     others: kind of server -> hash of its answer; filled here, to compare servers of one kind with each other.

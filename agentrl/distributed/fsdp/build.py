@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl.compute.classifier import (
     ModuleScores,
@@ -36,6 +36,9 @@ from agentrl.models.streamed import stream, stream_model
 from agentrl.models.vision import Vision
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import ModelSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "module with shared-prefix attention"
 
@@ -96,7 +99,7 @@ def build_reward_model(recipe: Recipe, context: ParallelContext) -> Sharded:
         kind, folder = type(classifier_skeleton(recipe)), classifier_folder(str(recipe.rewards.model))
         return open_source(partial(stream, kind, folder, recipe.model.frozen), partial(load_classifier, recipe))
 
-    def candidates(model: Any) -> Candidates:
+    def candidates(model: "PreTrainedModel") -> Candidates:
         agreed = _agreed(model, context)
         fast, slow = partial(ModuleScores, model, agreed), SequenceScores(model, agreed)
         return Candidates(fast, slow, (classifier_probe(model),), "packed, prompts shared", relative=True)
@@ -106,7 +109,7 @@ def build_reward_model(recipe: Recipe, context: ParallelContext) -> Sharded:
 
 
 def _causal(recipe: Recipe, context: ParallelContext, section: ModelSection, trained: bool) -> Sharded:
-    def candidates(model: Any) -> Candidates:
+    def candidates(model: "PreTrainedModel") -> Candidates:
         agreed = _agreed(model, context)
         slow = SequenceForward(model, max_over_ranks=agreed)
         fast: Any = partial(ModuleForward, model, max_over_ranks=agreed)
@@ -135,19 +138,19 @@ def _open(section: ModelSection, seed: int, headless: bool = False) -> Source:
     )
 
 
-def _candidates(transformer: Any, fast: Any, slow: Any, probe: tuple[Any, ...], around: Any = None) -> Candidates:
+def _candidates(transformer: Any, fast: Any, slow: Any, probe: tuple[object, ...], around: Any = None) -> Candidates:
     """around: the context that both are compared in, if they do not give log-probs."""
     found = Candidates(fast, slow, probe, NAME, unsupported_attention(transformer), kernels=transformer)
     return found if around is None else replace(found, around=around, relative=True)
 
 
-def _agreed(model: Any, context: ParallelContext) -> Callable[[int], int]:
+def _agreed(model: nn.Module, context: ParallelContext) -> Callable[[int], int]:
     """What gives the maximum of a count over the ranks. Those of a model that sees ask for it in each pass: by
     way of the CPU, so that none waits for its device."""
     return TorchProcessGroup("cpu" if Vision.of(model) else context.device).max_over_ranks
 
 
-def _sight(model: Any) -> Vision | None:
+def _sight(model: nn.Module) -> Vision | None:
     """The vision of a model whose ranks share sequences; None: it reads text."""
     return vision_of(model, TorchProcessGroup("cpu").max_over_ranks)
 

@@ -26,11 +26,11 @@ from agentrl.models.prove import attempt, difference, differs_like_others
 class Candidates:
     """A fast and a slow computation of one model."""
 
-    fast: Callable[[], Any]
+    fast: Callable[[], object]
     """Make the fast computation. May raise Unsupported."""
     slow: Any
     """The computation that is right for every model."""
-    probe: tuple[Any, ...]
+    probe: tuple[object, ...]
     """Arguments that both are compared on."""
     name: str
     """Of the fast one, for people."""
@@ -38,9 +38,9 @@ class Candidates:
     """Why the fast one is not even tried; None: it is."""
     relative: bool = False
     """Measure differences relative to the largest output, where that is above 1."""
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
     """The context that both are compared in."""
-    other: tuple[Any, ...] | None = None
+    other: tuple[object, ...] | None = None
     """Arguments for which log-probs in half precision have to differ far more (see `differs_like_others`); None:
     outputs of any precision are compared by their largest difference."""
     kernels: Any = None
@@ -98,6 +98,6 @@ def _first(found: object) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _attempt(computation: Any, *arguments: Any) -> Tensor | str:
+def _attempt(computation: Any, *arguments: object) -> Tensor | str:
     """Catch errors inside the root's forward, so that its hooks see a forward that ends."""
     return attempt(lambda: _first(computation(*arguments)))

@@ -1,7 +1,6 @@
 """`ParallelContext`: the position of this process among the ranks of an initialised torch process group."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ class ParallelContext:
     mesh: DeviceMesh
     """The weights are sharded over its last dimension (`shard`), and copied along the first if there are two
     (`replicate`, HSDP: the ranks of a shard group are neighbours)."""
-    sequence: Any = None
+    sequence: dist.ProcessGroup | None = None
     """The process group of the neighbouring ranks that share each sequence with this one; None: there are none."""
 
     @property
@@ -54,7 +53,7 @@ def make_context(cluster: ClusterSection, device: torch.device) -> ParallelConte
     return ParallelContext(dist.get_rank(), size, device, mesh, _sequence_group(cluster.sequence_parallel, size, kind))
 
 
-def _sequence_group(length: int, size: int, kind: str) -> Any:
+def _sequence_group(length: int, size: int, kind: str) -> dist.ProcessGroup | None:
     if length == 1:
         return None
     grid = init_device_mesh(kind, (size // length, length), mesh_dim_names=("data", "sequence"))

@@ -43,7 +43,7 @@ class Built:
     """The module; its parameters are DTensors."""
     root: Root
     """The module to call."""
-    known: Any
+    known: object
     """See `Source.known`."""
     description: str
     """A line that says how it is computed."""
@@ -79,7 +79,7 @@ class _Manifest:
 
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
     """Shape and dtype of each parameter, by name."""
-    known: Any
+    known: object
     note: str
 
 

@@ -4,7 +4,7 @@ whole one."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.models.streamed import NotStreamed, Read
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -25,7 +26,7 @@ class Source:
     """Modules whose parameters and buffers `read` gives the values of; nothing else may be done with them."""
     read: Read
     """The value of one of them, on the CPU."""
-    known: Any = None
+    known: object = None
     """What the other ranks need to know of the model: small and picklable."""
     note: str = ""
     """What people need to know."""
@@ -44,7 +45,7 @@ def open_source(stream: Callable[[], tuple[object, Read]], whole: Callable[[], o
     return Source(model, read, getattr(model, "generation_config", None), note)
 
 
-def share(value: Any, context: ParallelContext) -> Any:
+def share(value: T, context: ParallelContext) -> T:
     """Broadcast a small picklable object from rank 0 to all ranks."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=context.device)

@@ -43,12 +43,12 @@ class Root(nn.Module):
         super().__init__()
         self.model, self.computation = model, computation
 
-    def forward(self, *arguments: Any, **options: Any) -> Any:
+    def forward(self, *arguments: object, **options: object) -> Any:
         """Call the computation, with all weights outside of blocks gathered."""
         found = self.computation(*arguments, **options)
         return found.clone() if isinstance(found, Tensor) else found  # FSDP2 hooks onto it, which no view survives
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
+    def __call__(self, *arguments: object, **options: object) -> Any:
         found = super().__call__(*arguments, **options)
         if not torch.is_grad_enabled() and isinstance(self, FSDPModule):
             self.reshard()

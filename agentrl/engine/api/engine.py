@@ -3,13 +3,18 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.chat.base import Chat
 from agentrl.engine.api.chat import ApiChat, Ledger, Opening, outgoing
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from agentrl.weights.source import WeightSource
 
 FOREVER = 1 << 30  # tokens: the endpoint limits its context itself
 PRICES = ("input", "cached_input", "output")
@@ -62,8 +67,8 @@ class OpenAIEngine(Engine):
         self._limit = asyncio.Semaphore(max_batch)
         self._ledger = Ledger()
         self._known: dict[str, list[int]] = {}
-        self._calls: dict[str, asyncio.Task[Any]] = {}
-        self._client: Any = None
+        self._calls: dict[str, asyncio.Task[object]] = {}
+        self._client: AsyncOpenAI | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.chat: Chat = ApiChat(self._ledger, f"messages of {model} at {base_url or 'OpenAI'}")
 
@@ -119,7 +124,7 @@ class OpenAIEngine(Engine):
         finish = GenerationFinish.LENGTH if choice.finish_reason == "length" else GenerationFinish.STOP
         return Generation(ids, [0.0] * len(ids), finish, usage=_usage(answer.usage))
 
-    def _connected(self) -> Any:
+    def _connected(self) -> "AsyncOpenAI":
         """The client of the running event loop; it is made on first use."""
         from openai import AsyncOpenAI
 
@@ -139,7 +144,7 @@ class OpenAIEngine(Engine):
             if (work := self._calls.pop(name, None)) is not None:
                 work.cancel()
 
-    async def update_weights(self, version: int, weights: Any = None) -> None:
+    async def update_weights(self, version: int, weights: "WeightSource | None" = None) -> None:
         raise EngineError("the weights behind an endpoint cannot be trained: engine openai is for evaluation")
 
     async def health(self) -> None:

@@ -1,7 +1,7 @@
 """`BlockRunner`: Qwen2, Qwen3 and Llama models in our own forward, with decoding rows and prompt chunks in one pass."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from agentrl.engine.local.fused_step import Fused, fuse, fused_step
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.models import block
 from agentrl.models.dense import packs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COPY_BELOW = 200_000_000
 """Number of parameters below which a model is decoded from a fused copy of its weights, which takes 1 ms per million
@@ -28,7 +31,7 @@ SCORES_AT_ONCE = 1 << 22
 class BlockRunner(CachedRunner):
     """A `Runner` for models that `models.block` supports. Not reentrant: the cache belongs to one step at a time."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__()
         self.model = model
         self.shape = block.shape_of(model)
@@ -144,7 +147,7 @@ class BlockRunner(CachedRunner):
         return Bucket(*tensors, offset, offset + len(unpad), width, long)
 
 
-def _packed_bytes(model: Any) -> int:
+def _packed_bytes(model: "PreTrainedModel") -> int:
     """The size of a packed copy of the model: all but its embeddings, and its output layer even if tied."""
     embed, head = model.model.embed_tokens.weight, model.lm_head.weight
     every = sum(p.nbytes for p in model.parameters())

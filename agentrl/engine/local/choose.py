@@ -1,7 +1,7 @@
 """Choice of the runner for a model: our own forward, the module with a slot cache, or recomputation; with a probe."""
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,9 +14,13 @@ from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
 from agentrl.engine.local.vision_runner import VisionRecomputeRunner, VisionRunner
 from agentrl.errors import UserError
 from agentrl.models import block
+from agentrl.models.parts import embeddings
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.routing import Routing
 from agentrl.models.vision import Vision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 judged by `differs_like_others` instead, as the trainer's forward is."""
 
 
-def runner_for(model: Any, routing: Routing | None = None) -> Runner:
+def runner_for(model: "PreTrainedModel", routing: Routing | None = None) -> Runner:
     """The fastest runner that is exact for `model`. Raises UserError if it is no causal language model, or if it
     shall record the experts of a mixture (`routing`) that has to be sampled without a cache."""
     if getattr(model.config, "is_encoder_decoder", False) or model.get_output_embeddings() is None:
@@ -43,18 +47,18 @@ def runner_for(model: Any, routing: Routing | None = None) -> Runner:
     return _recomputing(model)
 
 
-def _recomputing(model: Any) -> RecomputeRunner:
+def _recomputing(model: "PreTrainedModel") -> RecomputeRunner:
     return VisionRecomputeRunner(model) if Vision.of(model) else RecomputeRunner(model)
 
 
-def _disagreement(model: Any, runner: ModuleRunner) -> str | None:
+def _disagreement(model: "PreTrainedModel", runner: ModuleRunner) -> str | None:
     """Why a slot cache is not exact for this module, or None if it is.
 
     The probe has two prompts of different lengths, each computed in two chunks, and then one decoded token.
     """
     window = runner._window if isinstance(runner._window, int) else 0
     longest = PROBE_TOKENS + (window if window <= 128 else 0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = embeddings(model).shape[0]
     ids = np.random.default_rng(0).integers(0, vocabulary, (2, longest))
     found = attempt(lambda: _probe(runner, ids))
     if isinstance(found, str):

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,6 +40,11 @@ from agentrl.models.lora import layers
 from agentrl.models.routing import Routing
 from agentrl.models.shape import context_of
 from agentrl.models.vision import Vision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from agentrl.weights.source import WeightSource
 
 INLINE_SECONDS = 0.025  # maximum duration of a step in the event loop's thread
 RETURN_TICKS = 4
@@ -159,7 +164,7 @@ class LocalEngine(Engine):
             if request_id in (None, request.request_id):
                 _deliver(request, self._scheduler.stop(request))
 
-    async def update_weights(self, version: int, weights: Any = None) -> None:
+    async def update_weights(self, version: int, weights: "WeightSource | None" = None) -> None:
         """Sample from new weights: the shared ones, which have changed in place, or a copy made now.
 
         Running requests continue from where they are; keys and values of all conversations are computed again.
@@ -185,7 +190,7 @@ class LocalEngine(Engine):
             if self._scheduler.busy:
                 self._start_loop()
 
-    async def _receive(self, version: int, weights: Any) -> None:
+    async def _receive(self, version: int, weights: "WeightSource") -> None:
         """Copy `weights` into the model. An error also fails the requests in flight: the weights belong to no step."""
         self._partial = f"the weights of step {version} were received only in part"
         try:
@@ -301,7 +306,7 @@ def _tell(request: Request, ids: Sequence[int]) -> None:
 
 
 @torch.no_grad()
-def copy_into(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+def copy_into(model: "PreTrainedModel", weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy `weights` into `model`.
 
     weights: (name, whole tensor) by the names of `model.state_dict()`, tied tensors under any one of their names; read

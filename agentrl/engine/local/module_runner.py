@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,11 @@ from transformers.cache_utils import Cache
 
 from agentrl.engine.local.cache import CachedRunner, SlotCache
 from agentrl.engine.local.runner import Chunk, Ints, Work
+from agentrl.models.parts import embeddings
 from agentrl.models.routing import Routing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KINDS = {"full_attention", "sliding_attention"}
 
@@ -30,7 +34,7 @@ class _SlotView(Cache):
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.slots, self.rows, self.columns, self.width = slots, rows, columns, width
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> Any:
         keys, values = self.slots.layer(layer_idx, key_states[:, :, 0], value_states[:, :, 0])
         keys[self.rows[:, None], :, self.columns] = key_states.transpose(1, 2)
         values[self.rows[:, None], :, self.columns] = value_states.transpose(1, 2)
@@ -39,15 +43,15 @@ class _SlotView(Cache):
             values[:, :, : self.width].index_select(0, self.rows),
         )
 
-    def get_seq_length(self, *_: Any, **__: Any) -> int:
+    def get_seq_length(self, *_: object, **__: object) -> int:
         return self.width - self.columns.shape[1]
 
-    def get_mask_sizes(self, *_: Any, **__: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, *_: object, **__: object) -> tuple[int, int]:
         return self.width, 0
 
 
 @contextmanager
-def evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: "PreTrainedModel") -> Iterator[None]:
     """Put the module into evaluation mode, without dropout and gradients, and restore its mode afterwards."""
     training = model.training
     if training:
@@ -66,10 +70,10 @@ class ModuleRunner(CachedRunner):
     routing: records which experts are chosen; None: it is not asked for.
     """
 
-    def __init__(self, model: Any, routing: Routing | None = None) -> None:
+    def __init__(self, model: "PreTrainedModel", routing: Routing | None = None) -> None:
         super().__init__()
         self.model, self.routing = model, routing
-        weight = model.get_input_embeddings().weight
+        weight = embeddings(model)
         self.device, self.dtype = weight.device, weight.dtype
         config = model.config.get_text_config()
         self._kinds = set(getattr(config, "layer_types", None) or ())

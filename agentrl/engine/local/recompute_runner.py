@@ -5,7 +5,7 @@ Exact but slow: a slot holds only the ids.
 """
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +13,10 @@ from torch import Tensor
 
 from agentrl.engine.local.module_runner import evaluating
 from agentrl.engine.local.runner import Ints, Work
+from agentrl.models.parts import embeddings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOKENS_AT_ONCE = 8192  # maximum tokens, with padding, of one call of the module
 
@@ -22,10 +26,10 @@ class RecomputeRunner:
 
     token_bytes = 8
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model
         self.ids: Ints = np.zeros((0, 0), np.int64)
-        self.device = model.get_input_embeddings().weight.device
+        self.device = embeddings(model).device
         self._keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property

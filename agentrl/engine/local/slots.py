@@ -7,7 +7,6 @@ import asyncio
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +99,7 @@ class Rows:
     def resize(self, slots: int) -> None:
         """Change the number of slots; the state of those that remain is kept."""
         for name in self._arrays:
-            old: npt.NDArray[Any] = getattr(self, name)
+            old: npt.NDArray[np.generic] = getattr(self, name)
             new = np.zeros((slots, *old.shape[1:]), old.dtype)
             kept = min(slots, len(old))
             new[:kept] = old[:kept]
@@ -110,7 +109,7 @@ class Rows:
         """Swap the state of slot a[i] with that of slot b[i], for all i."""
         ab, ba = [*a, *b], [*b, *a]
         for name in self._arrays:
-            array: npt.NDArray[Any] = getattr(self, name)
+            array: npt.NDArray[np.generic] = getattr(self, name)
             array[ab] = array[ba]
 
     def start(self, slot: int, sampling: Sampling, key: int, room: int) -> None:

@@ -1,6 +1,6 @@
 """`VisionRunner`: a model that sees, with features in the place of placeholders, and positions of its own."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from agentrl.engine.local.runner import Chunk, Ints, Work
 from agentrl.models.routing import Routing
 from agentrl.models.vision import Vision
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class VisionRunner(ModuleRunner):
     """A `Runner` whose ids may be negative, as `agentrl.images.keyed` makes them. Features are computed once an image.
@@ -21,7 +24,7 @@ class VisionRunner(ModuleRunner):
     positions than tokens.
     """
 
-    def __init__(self, model: Any, routing: Routing | None = None) -> None:
+    def __init__(self, model: "PreTrainedModel", routing: Routing | None = None) -> None:
         super().__init__(model, routing)
         self.vision = Vision(model, keep=True)
         self.ids: Ints = np.zeros((0, 0), np.int64)
@@ -88,7 +91,7 @@ class VisionRecomputeRunner(RecomputeRunner):
     """The same by computing whole sequences again for every token, for models whose tokens of an image attend to each
     other, and those whose cache is not known."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__(model)
         self.vision = Vision(model, keep=True)
 

@@ -2,10 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.models.lora import ADAPTER, layers, target_names
+from agentrl.models.parts import embeddings
 from agentrl.recipe.sections.model import LoraSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KNOWN = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
 """Layers that servers of every architecture take adapters for."""
@@ -71,13 +75,13 @@ class AdapterRoom:
         return None
 
 
-def needs_of(model: Any, section: LoraSection | None) -> AdapterNeeds | None:
+def needs_of(model: "PreTrainedModel", section: LoraSection | None) -> AdapterNeeds | None:
     """The needs of the adapter in `model`, or of the one that `section` would put into a model of this shape;
     None without an adapter."""
     if found := layers(model):
         rank = max(layer.r[ADAPTER] for layer in found.values())
         return AdapterNeeds(rank, _leaves(found))
-    if section is None or not model.get_input_embeddings().weight.is_meta:
+    if section is None or not embeddings(model).is_meta:
         return None
     return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets, section.exclude, section.vision)))
 

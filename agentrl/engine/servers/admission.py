@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.engine.servers.client import Client
 from agentrl.engine.servers.identity import FIRST_SECONDS, Probe, ServerFacts, other_weights, probe_of
@@ -10,6 +10,10 @@ from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.servers.sync import Sync
 from agentrl.errors import UserError
 from agentrl.models.lora import switched_off
+from agentrl.models.parts import embeddings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 BASE_VERSION = "0"
 """Version of the weights that adapters belong to."""
@@ -22,8 +26,8 @@ class Admission:
     def __init__(
         self,
         kind: ServerKind,
-        model: Any,
-        tokenizer: Any,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
         sync: Sync,
         say: Callable[[str], None],
         patience: float = FIRST_SECONDS,
@@ -37,7 +41,7 @@ class Admission:
         """What a server tells about itself. Raises UserError where it serves another model, ServerError where it
         does not answer: one line."""
         facts = await self._kind.facts(client)
-        vocabulary = self._model.get_input_embeddings().weight.shape[0]
+        vocabulary = embeddings(self._model).shape[0]
         await self._kind.check_model(client, self._model.config, vocabulary, self._patience)
         return facts
 

@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ STREAM_INTERVAL = 8
 
 INTEGERS, NUMBERS = frozenset((int,)), frozenset((int, float))
 """The types that ids have in JSON, and log-probs."""
-Ids = Sequence[int] | npt.NDArray[Any]
+Ids = Sequence[int] | npt.NDArray[np.generic]
 """Token ids of a prompt."""
 
 
@@ -89,7 +88,7 @@ class Answer:
     """Is given the ids as they come."""
     told: int = 0
     """How many ids it was given."""
-    experts: npt.NDArray[Any] | None = None
+    experts: npt.NDArray[np.generic] | None = None
     """What the routers chose for all tokens but the last, as the server told it: of every layer, integers; None: it
     did not tell."""
 

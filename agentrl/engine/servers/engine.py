@@ -398,7 +398,7 @@ class ServerEngine(Engine):
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")
         return checked_prompt(ids, request_id, self._vocabulary, self.images)
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[object, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)

@@ -4,10 +4,10 @@ fails, and lets it in again once it is healthy and holds the weights of the trai
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.engine.servers.adapters import AdapterNeeds, why_merged
 from agentrl.engine.servers.admission import Admission
@@ -23,6 +23,9 @@ from agentrl.engine.servers.sync import Sync
 from agentrl.errors import UserError
 from agentrl.weights.kinds import folder_for
 from agentrl.weights.scratch import LOGS, Scratch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FAULTS = 3
 """Failed requests in a row that take a server out although it answers."""
@@ -43,8 +46,8 @@ class Fleet:
     def __init__(
         self,
         kind: ServerKind,
-        model: Any,
-        tokenizer: Any,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
         settings: Settings,
         plan: LaunchPlan | None,
         adapter: AdapterNeeds | None,
@@ -351,7 +354,7 @@ def _free(folder: Path, name: str) -> Path:
     return next(path for path in (folder / f"{n}.log" for n in names) if not path.exists())
 
 
-async def _all(*work: Any) -> None:
+async def _all(*work: Coroutine[object, None, None]) -> None:
     """Await all of it; raise the first error once the rest was cancelled."""
     try:
         async with asyncio.TaskGroup() as group:

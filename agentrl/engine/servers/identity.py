@@ -2,13 +2,17 @@
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.engine.servers.adapters import AdapterRoom
 from agentrl.engine.servers.answer import Features
 from agentrl.engine.servers.client import Client
 from agentrl.errors import UserError
+from agentrl.models.parts import embeddings
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 FIRST_SECONDS = 60.0
 """Time for a server to answer a request, where nothing else is said; the first one may have to compile kernels."""
@@ -69,7 +73,7 @@ class Probe:
         return self if exact else replace(self, tolerance=LOOSE_TOLERANCE, limit=LOOSE_LIMIT)
 
 
-def other_tokenizer(client: Client, tokenizer: Any, theirs: list[int] | None) -> None:
+def other_tokenizer(client: Client, tokenizer: "PreTrainedTokenizerBase", theirs: list[int] | None) -> None:
     """Raise UserError where `theirs`, a server's ids of PROBE_TEXT, are not ours. None: it tells none."""
     ours = list(tokenizer.encode(PROBE_TEXT, add_special_tokens=False))
     if theirs not in (None, ours):
@@ -79,12 +83,12 @@ def other_tokenizer(client: Client, tokenizer: Any, theirs: list[int] | None) ->
         )
 
 
-def probe_of(model: Any, tokenizer: Any = None) -> Probe:
+def probe_of(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None) -> Probe:
     """A prompt that `model` (a transformers causal LM) sampled, after the opening or, without a tokenizer, ids
     spread over the vocabulary; and what it gives it."""
     import torch
 
-    embedding = model.get_input_embeddings().weight
+    embedding = embeddings(model)
     ids = [(7 + 104_729 * i) % embedding.shape[0] for i in range(OPENING_TOKENS)]
     if tokenizer is not None:
         words = list(tokenizer.encode(OPENING, add_special_tokens=False))[:OPENING_TOKENS]
@@ -118,7 +122,9 @@ def other_model(client: Client, info: dict[str, Json], theirs: str, ours: str) -
     return f"engine: {client.url} serves another model: {served} has {theirs}, model.path has {ours}"
 
 
-def check_architecture(client: Client, info: dict[str, Json], theirs: Sequence[str], config: Any) -> None:
+def check_architecture(
+    client: Client, info: dict[str, Json], theirs: Sequence[str], config: "PretrainedConfig"
+) -> None:
     """Raise UserError where none of the architectures of a server is one of `config`, a transformers configuration."""
     ours = getattr(config, "architectures", None) or []
     if theirs and ours and set(theirs).isdisjoint(ours):
@@ -135,7 +141,7 @@ async def check_vocabulary(
         raise UserError(other_model(client, info, "a larger vocabulary", f"{size} ids"))
 
 
-def check_sizes(client: Client, info: dict[str, Json], theirs: Any, config: Any) -> None:
+def check_sizes(client: Client, info: dict[str, Json], theirs: Any, config: "PretrainedConfig") -> None:
     """Raise UserError where a server's model has other sizes than ours: a tensor of another shape ends its
     scheduler. theirs, config: transformers configurations."""
     for name in SIZES:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -15,6 +15,9 @@ from agentrl.engine.servers.launch import Flag, LaunchPlan, nccl_version, venv_o
 from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.settings import Settings
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 class AnswerReader(ABC):
@@ -146,12 +149,12 @@ class ServerKind(ABC):
         kind."""
 
     @abstractmethod
-    async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+    async def check_model(self, client: Client, config: "PretrainedConfig", vocabulary: int, timeout: float) -> None:
         """Raise UserError where it serves another model than `config`, a transformers configuration, describes, or not
         exactly the ids 0 to `vocabulary` - 1. timeout: seconds for each answer that takes computing."""
 
     @abstractmethod
-    async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
+    async def check_tokenizer(self, client: Client, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Raise UserError where its tokenizer gives other ids for a text than ours."""
 
     @abstractmethod

@@ -10,12 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.errors import UserError
 from agentrl.models.shape import context_of
 from agentrl.weights.addresses import LOOPBACK
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CACHE_BYTES = 1 << 30
 """Memory for the keys and values of a server on a CPU, unless a flag of the recipe says otherwise: by default servers
@@ -222,7 +225,7 @@ def _check_release(venv: Path, program: Program) -> None:
         )
 
 
-def sizes_of(model: Any) -> tuple[int, int]:
+def sizes_of(model: "PreTrainedModel") -> tuple[int, int]:
     """(bytes of keys and values a token in float32, context in tokens) of a transformers model."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)

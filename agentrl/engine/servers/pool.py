@@ -85,7 +85,7 @@ class Call:
 
     def abort(
         self,
-        in_background: Callable[[Coroutine[Any, Any, None]], None] | None,
+        in_background: Callable[[Coroutine[object, None, None]], None] | None,
         how: Callable[[str], tuple[str, dict[str, Json]]] | None = None,
     ) -> None:
         """End it with what it has. With `in_background`, ask the server for what it sampled and has not sent yet, by

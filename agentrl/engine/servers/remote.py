@@ -101,7 +101,7 @@ class RemoteNodes:
             raise
         self._node_of = [node for node, count in enumerate(pool.by_node) for _ in range(count)]
 
-    def actor(self, index: int, *args: Any) -> Any:
+    def actor(self, index: int, *args: object) -> Any:
         """Start the actor of server `index` with these arguments of `ServerHost`."""
         import ray
 

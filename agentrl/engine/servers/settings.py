@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,9 @@ from agentrl.models.vision import Vision
 from agentrl.plugins.types import Json
 from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 from agentrl.weights.server import PauseMode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NO_CLUSTER = "engine.args.remote_nodes: other machines are those of a running Ray cluster: name it in cluster.address"
 GRACE_SECONDS = 5.0
@@ -89,7 +92,7 @@ class Settings:
     def plan(
         self,
         kind: type[LaunchPlan],
-        model: Any,
+        model: "PreTrainedModel",
         model_path: str | None,
         max_batch: int,
         adapter: AdapterNeeds | None,

@@ -6,15 +6,19 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from agentrl.containment.threads import in_thread
 from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
+from agentrl.models.parts import embeddings
 from agentrl.weights.publisher import Sender
 from agentrl.weights.request import WeightContent, WeightPublisher, WeightRequest, WeightResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Sync:
@@ -28,7 +32,7 @@ class Sync:
     def __init__(
         self,
         kind: str,
-        model: Any,
+        model: "PreTrainedModel",
         sessions: Sessions,
         scratch: Callable[[], Path],
         transport: str,
@@ -37,7 +41,7 @@ class Sync:
         self._kind = kind
         self._sessions, self._transport, self._say = sessions, transport, say
         self._sender = Sender(model, sessions.get, scratch, transport, say, kind)
-        self.apart: bool = model.get_input_embeddings().weight.is_meta
+        self.apart: bool = embeddings(model).is_meta
         self._publisher: WeightPublisher | None = None
         self._adapters: dict[str, tuple[str, int]] = {}
         self._baseless: set[str] = set()

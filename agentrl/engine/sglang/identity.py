@@ -2,7 +2,7 @@
 prompt."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 from agentrl.containment.threads import in_thread
 from agentrl.engine.servers.adapters import AdapterRoom
@@ -21,6 +21,9 @@ from agentrl.engine.servers.identity import (
 from agentrl.engine.sglang.command import SIGHT
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
 """SGLang computes these as parts of one layer, and ends where an adapter has not both."""
@@ -58,7 +61,7 @@ async def facts_of(client: Client) -> ServerFacts:
     )
 
 
-async def check_model(client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+async def check_model(client: Client, config: "PretrainedConfig", vocabulary: int, timeout: float) -> None:
     """See `ServerKind.check_model`. A server tells where it loaded the model from, not its sizes: they are read from
     that folder, where it is on this machine, or from the local copy of a hub's model. Where neither is there, the
     number of layers is compared by their names."""
@@ -84,7 +87,7 @@ async def check_sight(client: Client) -> None:
             raise UserError(f"engine: {client.url} sees images otherwise than the trainer: start it with {said}")
 
 
-async def check_tokenizer(client: Client, tokenizer: Any) -> None:
+async def check_tokenizer(client: Client, tokenizer: "PreTrainedTokenizerBase") -> None:
     """Raise UserError where its tokenizer gives other ids for a text than ours."""
     try:
         found = await client.post("/v1/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False})

@@ -1,7 +1,7 @@
 """`SglangKind`: SGLang's API."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from agentrl.cluster.placement import Launched
 from agentrl.engine.servers.answer import Features, Wanted
@@ -17,6 +17,9 @@ from agentrl.engine.sglang.identity import check_model, check_tokenizer, facts_o
 from agentrl.engine.sglang.wire import Reader, pictured, request_body
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 class SglangKind(ServerKind):
@@ -69,10 +72,10 @@ class SglangKind(ServerKind):
     async def facts(self, client: Client) -> ServerFacts:
         return await facts_of(client)
 
-    async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+    async def check_model(self, client: Client, config: "PretrainedConfig", vocabulary: int, timeout: float) -> None:
         await check_model(client, config, vocabulary, timeout)
 
-    async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
+    async def check_tokenizer(self, client: Client, tokenizer: "PreTrainedTokenizerBase") -> None:
         await check_tokenizer(client, tokenizer)
 
     async def prompt_logprobs(

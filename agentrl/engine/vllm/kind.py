@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from agentrl.cluster.placement import Launched
 from agentrl.containment.threads import in_thread
@@ -29,6 +29,9 @@ from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, pictured, request
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
 from agentrl.weights.addresses import same_host
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 LOGPROBS = "processed_logprobs"
 """The server's --logprobs-mode: those of the distribution that is sampled from."""
@@ -102,7 +105,7 @@ class VllmKind(ServerKind):
             )
         return facts
 
-    async def check_model(self, client: Client, config: Any, vocabulary: int, timeout: float) -> None:
+    async def check_model(self, client: Client, config: "PretrainedConfig", vocabulary: int, timeout: float) -> None:
         """See `ServerKind`. A server tells where it loaded the model from, not its sizes: they are read from that
         folder, where it is on this machine, or from the local copy of a hub's model."""
         path = str((await client.get("/v1/models"))["data"][0]["root"])
@@ -114,7 +117,7 @@ class VllmKind(ServerKind):
         if theirs is not None:
             check_sizes(client, info, theirs, config)
 
-    async def check_tokenizer(self, client: Client, tokenizer: Any) -> None:
+    async def check_tokenizer(self, client: Client, tokenizer: "PreTrainedTokenizerBase") -> None:
         found = await client.post("/tokenize", {"prompt": PROBE_TEXT, "add_special_tokens": False})
         other_tokenizer(client, tokenizer, found.get("tokens") if isinstance(found, dict) else None)
 
@@ -151,7 +154,7 @@ class VllmKind(ServerKind):
         return "/abort_requests", {"request_ids": [PREFIX + rid]}
 
 
-def _one_token(ids: Sequence[int], adapter: str | None = None, **parameters: Any) -> dict[str, Json]:
+def _one_token(ids: Sequence[int], adapter: str | None = None, **parameters: object) -> dict[str, Json]:
     sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **parameters}
     body: dict[str, Json] = {"token_ids": list(ids), "sampling_params": sampling}
     return body if adapter is None else {**body, "model": adapter}

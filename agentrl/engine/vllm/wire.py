@@ -10,7 +10,6 @@ from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from io import BytesIO
 from operator import itemgetter
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -84,7 +83,7 @@ def _item(image_input: ImageInput, key: str, raw_pixels: bool) -> str:
     return b64encode(msgpack.packb(fields)).decode()
 
 
-def _tensor(array: npt.NDArray[Any]) -> list[Json]:
+def _tensor(array: npt.NDArray[np.generic]) -> list[Json]:
     return [array.dtype.name, list(array.shape), msgpack.ExtType(RAW_VIEW, array.tobytes())]
 
 
@@ -119,10 +118,10 @@ class VllmReader(AnswerReader):
         self._answer.versions[self._runs :] = runs
         return end
 
-    def _experts(self, told: Json) -> npt.NDArray[Any]:
+    def _experts(self, told: Json) -> npt.NDArray[np.generic]:
         """Decode an `.npy` file [tokens, layers, experts a token]."""
         try:
-            found: npt.NDArray[Any] = np.load(BytesIO(b64decode(told, validate=True)), allow_pickle=False)
+            found: npt.NDArray[np.generic] = np.load(BytesIO(b64decode(told, validate=True)), allow_pickle=False)
         except (TypeError, ValueError, EOFError, OSError) as error:
             raise self._malformed(f"its routed_experts are no .npy file in base64 ({error})") from error
         if found.dtype.kind not in "iu":

@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 
@@ -33,7 +33,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    def changed(self, **values: Any) -> Self:
+    def changed(self, **values: object) -> Self:
         """The section with other values, which are not checked. Of a section in it, a mapping changes the keys
         that it names: `recipe.changed(train={"steps": 1})`."""
         old = {key: getattr(self, key) for key in values}

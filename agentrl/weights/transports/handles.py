@@ -5,7 +5,6 @@ Only the sender's own GPU is offered, so each server has one rank, on that GPU.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ class HandleTransport:
             if taking:
                 layout = await in_thread(buffer.fill, batch)
 
-                async def load(server: WeightServer, layout: Any = layout, flush: bool = flush) -> None:
+                async def load(server: WeightServer, layout: Layout = layout, flush: bool = flush) -> None:
                     await server.load_packed(layout, buffer.handle(server.url), flush)
 
                 taking = await each(taking, load, failures)
@@ -66,7 +65,7 @@ class PackedBuffer:
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._handles: dict[str, tuple[Any, ...]] = {}
+        self._handles: dict[str, tuple[object, ...]] = {}
 
     def fill(self, batch: Sequence[NamedTensor]) -> Layout:
         """Copy a bucket one tensor after the other, without gaps. Returns name, dtype and shape in that order. Raises
@@ -86,7 +85,7 @@ class PackedBuffer:
         torch.cuda.synchronize(device)
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in ordered]
 
-    def handle(self, url: str) -> tuple[Any, ...]:
+    def handle(self, url: str) -> tuple[object, ...]:
         """What opens it for the server at `url`: the same until it has to grow."""
         if url not in self._handles:
             self._handles[url] = exported(self._bytes)

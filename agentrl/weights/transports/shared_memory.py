@@ -179,19 +179,19 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _reduce_cpu(tensor: Tensor) -> Any:
+def _reduce_cpu(tensor: Tensor) -> tuple[object, ...]:
     layout = (tensor.storage_offset(), tensor.size(), tensor.stride(), False)
     typed_storage: Any = torch.storage.TypedStorage
     typed = typed_storage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True)
     return reductions.rebuild_tensor, (torch.Tensor, typed, layout)
 
 
-def _reduce_cuda(tensor: Tensor) -> Any:
+def _reduce_cuda(tensor: Tensor) -> tuple[object, ...]:
     """Pickle as torch does, with the device by its UUID: the server may number the devices differently."""
     return reductions.rebuild_cuda_tensor, exported(tensor)
 
 
-def exported(tensor: Tensor) -> tuple[Any, ...]:
+def exported(tensor: Tensor) -> tuple[object, ...]:
     """The arguments of torch's `rebuild_cuda_tensor`, by which another process opens a tensor of a GPU; the
     seventh is the GPU's UUID. One process may open it, as often as it likes before it lets go: torch counts each call
     here as one that holds the memory."""

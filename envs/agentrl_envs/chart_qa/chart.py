@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont, ImageFont
 
 Kind = Literal["bars", "lines", "pie"]
 KINDS: tuple[Kind, ...] = ("bars", "lines", "pie")
@@ -135,7 +137,7 @@ def _drawn(chart: Chart) -> "Image":
     return image
 
 
-def _draw_number(draw: Any, chart: Chart, mark: Mark) -> None:
+def _draw_number(draw: "ImageDraw", chart: Chart, mark: Mark) -> None:
     place, font = _place(chart, mark), _font(_SMALL)
     if chart.kind == "pie":
         draw.text(place, f"{chart.value(mark)}%", _PAPER, font=font, anchor="mm")
@@ -144,13 +146,13 @@ def _draw_number(draw: Any, chart: Chart, mark: Mark) -> None:
 
 
 @lru_cache
-def _font(size: int) -> Any:
+def _font(size: int) -> "ImageFont | FreeTypeFont":
     from PIL import ImageFont
 
     return ImageFont.load_default(size)
 
 
-def _draw_axes(draw: Any, chart: Chart) -> None:
+def _draw_axes(draw: "ImageDraw", chart: Chart) -> None:
     for value in range(0, 101, 20):
         draw.line((_LEFT, _height(value), _RIGHT, _height(value)), _GRID, 3)
         draw.text((_LEFT - 16, _height(value)), str(value), _INK, font=_font(_SMALL), anchor="rm")
@@ -158,14 +160,14 @@ def _draw_axes(draw: Any, chart: Chart) -> None:
         draw.text((_column(chart, index), _BOTTOM + 44), label, _INK, font=_font(_LARGE), anchor="mm")
 
 
-def _draw_bars(draw: Any, chart: Chart) -> None:
+def _draw_bars(draw: "ImageDraw", chart: Chart) -> None:
     half = 0.32 * (_RIGHT - _LEFT) / len(chart.labels)
     for index, value in enumerate(chart.values[0]):
         x = _column(chart, index)
         draw.rectangle((x - half, _height(value), x + half, _BOTTOM), _COLORS[0])
 
 
-def _draw_lines(draw: Any, chart: Chart) -> None:
+def _draw_lines(draw: "ImageDraw", chart: Chart) -> None:
     for series, (name, values) in enumerate(zip(chart.series, chart.values, strict=True)):
         points = [(_column(chart, index), _height(value)) for index, value in enumerate(values)]
         draw.line(points, _COLORS[series], 8, joint="curve")
@@ -174,14 +176,14 @@ def _draw_lines(draw: Any, chart: Chart) -> None:
         _draw_key(draw, (_LEFT + 60 + 500 * series, 118), _COLORS[series], name)
 
 
-def _draw_pie(draw: Any, chart: Chart) -> None:
+def _draw_pie(draw: "ImageDraw", chart: Chart) -> None:
     (x, y), r = _MIDDLE, _RADIUS
     for index, (begin, end) in enumerate(_slices(chart)):
         draw.pieslice((x - r, y - r, x + r, y + r), begin, end, _COLORS[index], _PAPER, 4)
         _draw_key(draw, (880, 330 + 110 * index), _COLORS[index], chart.labels[index])
 
 
-def _draw_key(draw: Any, at: tuple[int, int], color: str, name: str) -> None:
+def _draw_key(draw: "ImageDraw", at: tuple[int, int], color: str, name: str) -> None:
     x, y = at
     draw.rectangle((x, y - 20, x + 40, y + 20), color)
     draw.text((x + 60, y), name, _INK, font=_font(_LARGE), anchor="lm")

@@ -8,7 +8,6 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from agentrl.containment.threads import Abandoned
 from agentrl.data.source import open_source
@@ -16,7 +15,7 @@ from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Json, Message, Session, Task
+from agentrl.plugins.types import Content, Json, Message, Session, Task
 from agentrl_envs.object.methods import Lane, Live, Method, closes, tool_methods
 from agentrl_envs.object.scoring import call_function, load_functions
 
@@ -63,7 +62,7 @@ class ObjectEnvironment(Environment):
         made = load_path(factory, "env.args.factory")
         if not callable(made):
             raise UserError(f"env.args.factory: {factory} is {type(made).__name__}; expected a class or a function")
-        self._make: Callable[[], Any] = functools.partial(made, **(args or {}))
+        self._make: Callable[[], object] = functools.partial(made, **(args or {}))
         self._spare: list[Live] = []
         self._abandoned = Abandoned("environment object:", "give what it waits for a time-out of its own")
         self._owner = made if isinstance(made, type) else type(self._probe(factory))
@@ -82,7 +81,7 @@ class ObjectEnvironment(Environment):
         self._count, self._seed = tasks, seed
         self.splits = self._source.splits if self._source else ("test",)
 
-    def _probe(self, factory: str) -> Any:
+    def _probe(self, factory: str) -> object:
         """The first object of a function, which tells its class, and serves the first request."""
         try:
             made = self._make()
@@ -179,7 +178,7 @@ class ObjectEnvironment(Environment):
             self._abandoned.close()
 
 
-def _taken(function: Callable[..., object], row: Mapping[str, Json]) -> dict[str, Any]:
+def _taken(function: Callable[..., object], row: Mapping[str, Json]) -> dict[str, object]:
     """What `reset` takes of a row: all of it where it takes any keyword."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -187,7 +186,7 @@ def _taken(function: Callable[..., object], row: Mapping[str, Json]) -> dict[str
     return {p.name: row[p.name] for p in parameters if p.name in row}
 
 
-def _opening(prompt: Any, default: str, said: Any, name: str) -> list[Message]:
+def _opening(prompt: Json, default: str, said: object, name: str) -> list[Message]:
     """The prompt with what `reset` said at the end of its last message. `said`: None, text, or content parts."""
     prompt = default if prompt is None else prompt
     messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
@@ -205,7 +204,7 @@ def _opening(prompt: Any, default: str, said: Any, name: str) -> list[Message]:
     return messages
 
 
-def _joined(content: Any, said: Any) -> Any:
+def _joined(content: Content, said: str | list[dict[str, Json]]) -> Content:
     if isinstance(content, str) and isinstance(said, str):
         return content + said
     parts = ([{"type": "text", "text": content}] if content else []) if isinstance(content, str) else content

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from agentrl.containment.threads import Abandoned, Call
 from agentrl.errors import UserError, nearest
@@ -16,6 +16,8 @@ from agentrl.plugins.decorator import result_text
 from agentrl.plugins.signature import read_signature
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Session, ToolResponse
+
+T = TypeVar("T")
 
 
 class Lane:
@@ -31,7 +33,7 @@ class Lane:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    async def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Json) -> Any:
+    async def call(self, function: Callable[..., T], /, *args: object, **kwargs: Json) -> T:
         """The function's result. When this is cancelled before its turn came, it is not called."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -101,7 +103,7 @@ class Method(Tool):
         self._session = self._signature.session
         self._done = done
 
-    def check(self, arguments: Mapping[str, Json]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, object]:
         return self._signature.check(arguments)
 
     async def execute(self, session: Session, **arguments: Json) -> ToolResponse:

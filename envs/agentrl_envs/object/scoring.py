@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from agentrl.errors import UserError
 from agentrl.plugins.registry import load_path
 from agentrl.plugins.types import Json, Message
 from agentrl_envs.object.methods import Live
 
-RewardFunction = Callable[..., Any]
+RewardFunction = Callable[..., object]
 
 
 def load_functions(paths: Sequence[str]) -> dict[str, RewardFunction]:
@@ -59,5 +58,5 @@ async def call_function(
     return value
 
 
-def _forget(*args: Any, **kwargs: Json) -> None:
+def _forget(*args: object, **kwargs: Json) -> None:
     """Drop what a reward function logs."""

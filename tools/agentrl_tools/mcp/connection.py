@@ -8,10 +8,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.plugins.types import Json
 from agentrl_tools.mcp.endpoint import Endpoint, ServerLog, kill_group
+
+if TYPE_CHECKING:
+    from mcp_types import CallToolResult, Tool
 
 _CLOSE_SECONDS = 8.0  # after which closing is no longer waited for, but cancelled
 _PAGES = 100  # of a listing of tools
@@ -98,9 +101,9 @@ class Connection:
         if self._server_log.process_group is not None:
             kill_group(self._server_log.process_group)
 
-    async def tools(self) -> Sequence[Any]:
+    async def tools(self) -> "Sequence[Tool]":
         """What the server offers, as `mcp_types.Tool`. Raises ConnectError."""
-        found: list[Any] = []
+        found: list[Tool] = []
         cursor = None
         try:
             for _ in range(_PAGES):
@@ -113,14 +116,15 @@ class Connection:
             raise ConnectError(f"it does not list its tools: {_why(error)}{self._server_log.summary()}") from error
         return found
 
-    async def call(self, name: str, arguments: dict[str, Json]) -> Any:
+    async def call(self, name: str, arguments: dict[str, Json]) -> "CallToolResult":
         """The `mcp_types.CallToolResult`. Raises RefusedError and BrokenError."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST
 
         self._calls += 1
         try:
-            return await self._client.call_tool(name, arguments)
+            answer: CallToolResult = await self._client.call_tool(name, arguments)
+            return answer
         except MCPError as error:
             if error.code == INVALID_PARAMS:
                 raise RefusedError(error.message) from error

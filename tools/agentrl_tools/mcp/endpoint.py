@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import anyio
@@ -23,6 +23,10 @@ from mcp_types import jsonrpc_message_adapter
 from agentrl.errors import UserError
 from agentrl.recipe.secrets import masked_words
 from agentrl.secrets import masked_text
+
+if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from mcp.client._transport import TransportStreams
 
 _KEPT_LINES = 6
 _KEPT_CHARACTERS = 300  # of a line
@@ -72,7 +76,7 @@ class Command:
             raise UserError(f"{self}: its cwd {self.cwd} is not a folder")
 
     @asynccontextmanager
-    async def transport(self, log: ServerLog) -> AsyncIterator[Any]:
+    async def transport(self, log: ServerLog) -> "AsyncIterator[TransportStreams]":
         """Start the server, and yield its two streams."""
         from mcp.client.stdio import get_default_environment
 
@@ -99,7 +103,7 @@ class Url:
             raise UserError(f"tool source 'mcp': url {masked_text(self.url)!r} does not begin with http:// or https://")
 
     @asynccontextmanager
-    async def transport(self, log: ServerLog) -> AsyncIterator[Any]:
+    async def transport(self, log: ServerLog) -> "AsyncIterator[TransportStreams]":
         """Connect to the server, and yield its two streams."""
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
@@ -137,7 +141,7 @@ _CHUNK = 1 << 16
 
 
 @asynccontextmanager
-async def serve(command: Command, env: Mapping[str, str], log: ServerLog) -> AsyncIterator[Any]:
+async def serve(command: Command, env: Mapping[str, str], log: ServerLog) -> "AsyncIterator[TransportStreams]":
     """Start a server, and yield its two streams. Raises OSError when it cannot be."""
     process = await asyncio.create_subprocess_exec(
         command.command, *command.args, env=dict(env), cwd=command.cwd,
@@ -170,7 +174,9 @@ async def serve(command: Command, env: Mapping[str, str], log: ServerLog) -> Asy
         _close_pipes(process)
 
 
-async def _receive(process: Process, incoming: Any, log: ServerLog) -> None:
+async def _receive(
+    process: Process, incoming: "MemoryObjectSendStream[SessionMessage | Exception]", log: ServerLog
+) -> None:
     """Hand the messages on; a line that is no message becomes an error, which the session passes over."""
     assert process.stdout is not None
     rest = b""
@@ -195,7 +201,11 @@ def _message(line: bytes) -> SessionMessage | Exception:
         return error
 
 
-async def _send(process: Process, outgoing: Any, incoming: Any) -> None:
+async def _send(
+    process: Process,
+    outgoing: "MemoryObjectReceiveStream[SessionMessage]",
+    incoming: "MemoryObjectSendStream[SessionMessage | Exception]",
+) -> None:
     assert process.stdin is not None
     try:
         async with outgoing:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from agentrl import InfrastructureError, Session, Tool, ToolResponse
 from agentrl.errors import UserError, nearest
@@ -16,8 +16,12 @@ from agentrl_tools.loops import PerLoop
 from agentrl_tools.mcp.connection import BrokenError, ConnectError, Connection, Pool, RefusedError, connect
 from agentrl_tools.mcp.endpoint import Command, Endpoint, Url
 
+if TYPE_CHECKING:
+    from mcp_types import CallToolResult, ContentBlock
+    from mcp_types import Tool as OfferedTool
 
-def response_of(result: Any) -> ToolResponse:
+
+def response_of(result: "CallToolResult") -> ToolResponse:
     """Text as text, images as images (as `data:` URLs, embedded resources too), other content by a line that
     says what it is; structured content as JSON where there is no other."""
     texts: list[str] = []
@@ -35,7 +39,7 @@ def response_of(result: Any) -> ToolResponse:
     return ToolResponse(text, tuple(images))
 
 
-def _text(block: Any) -> str:
+def _text(block: "ContentBlock") -> str:
     if block.type == "text":
         return str(block.text)
     if block.type == "audio":
@@ -48,7 +52,7 @@ def _text(block: Any) -> str:
     return f"[{block.type}]"
 
 
-def _image_data(block: Any) -> str | None:
+def _image_data(block: "ContentBlock") -> str | None:
     """The base64 text of an image, whatever its format is."""
     if block.type == "image":
         return str(block.data)
@@ -66,7 +70,7 @@ _OPEN = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties", "if")
 class Server(Protocol):
     """Whom a tool asks."""
 
-    async def lease(self, session: Session) -> Any:
+    async def lease(self, session: Session) -> object:
         """Connect the session to the server, if it is not yet."""
 
     async def give_back(self, session: Session) -> None:
@@ -228,7 +232,7 @@ class McpSource(ToolSource):
         except (BrokenError, ConnectError) as error:
             raise InfrastructureError(f"{self._endpoint}, tool {name}: {error}") from error
 
-    async def _shared(self, name: str, arguments: dict[str, Json]) -> Any:
+    async def _shared(self, name: str, arguments: dict[str, Json]) -> "CallToolResult":
         self._kill_orphans()
         pool = self._pools.here()
         async with pool.turns:
@@ -248,7 +252,7 @@ class McpSource(ToolSource):
         for pool in self._pools.orphans():
             pool.kill()
 
-    def chosen(self, offered: Sequence[Any]) -> list[Tool]:
+    def chosen(self, offered: "Sequence[OfferedTool]") -> list[Tool]:
         """Those of `mcp_types.Tool` that the recipe wants. Raises UserError: none, or a name that fits
         nothing."""
         names = [tool.name for tool in offered]

@@ -40,7 +40,7 @@ def _serve(request: dict[str, str], seconds: float, out: Any) -> None:
     """Reply `{"gold": bool}` once the truth is read, then `{"right": bool}` or `{"late": true}`."""
     from math_verify import verify
 
-    def say(**reply: Any) -> None:
+    def say(**reply: object) -> None:
         out.write(json.dumps(reply) + "\n")
         out.flush()
 

@@ -11,11 +11,14 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import InfrastructureError
 from agentrl_tools.sandbox.base import Execution, Limits, Sandbox, SandboxSession, Stop, shortened
+
+if TYPE_CHECKING:
+    from e2b_code_interpreter import AsyncSandbox, Context, ExecutionError, OutputMessage, Result
 
 _LIFETIME = 900  # seconds that the service lets a sandbox live when we are gone
 _RENEW = 300.0  # seconds after which the lifetime is renewed
@@ -71,7 +74,7 @@ class E2bSandbox(Sandbox):
 class E2bSession(SandboxSession):
     """One sandbox of the service, and in it one context: the interpreter that keeps its state."""
 
-    def __init__(self, sandbox: E2bSandbox, remote: Any, context: Any) -> None:
+    def __init__(self, sandbox: E2bSandbox, remote: "AsyncSandbox", context: "Context") -> None:
         self._sandbox = sandbox
         self._remote = remote
         self._context = context
@@ -132,14 +135,14 @@ class _Heard:
     def __init__(self) -> None:
         self.stdout: list[str] = []
         self.stderr: list[str] = []
-        self.results: list[Any] = []
-        self.errors: list[Any] = []
+        self.results: list[Result] = []
+        self.errors: list[ExecutionError] = []
         self._length = 0
 
-    def out(self, message: Any) -> None:
+    def out(self, message: "OutputMessage") -> None:
         self._add(self.stdout, message.line)
 
-    def err(self, message: Any) -> None:
+    def err(self, message: "OutputMessage") -> None:
         self._add(self.stderr, message.line)
 
     def _add(self, lines: list[str], line: str) -> None:
@@ -171,7 +174,7 @@ def usable() -> bool:
     return bool(os.environ.get("E2B_API_KEY")) or os.environ.get("E2B_DEBUG", "").lower() == "true"
 
 
-def _picture(result: Any) -> str | None:
+def _picture(result: "Result") -> str | None:
     """The image of a result, in base64."""
     found: str | None = result.png or result.jpeg
     return found
@@ -206,7 +209,7 @@ async def _retried(what: str, work: Callable[[], Awaitable[T]]) -> T:
     return await _translated(what, work())
 
 
-async def _killed(remote: Any) -> None:
+async def _killed(remote: "AsyncSandbox") -> None:
     try:
         await _retried("kill", remote.kill)
     except InfrastructureError:

@@ -6,14 +6,17 @@ misses. Where verl is installed, none of this is used.
 
 import json
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.plugins.types import Json
+
+T = TypeVar("T")
 
 
 class _Model(BaseModel):
@@ -70,32 +73,34 @@ class BaseTool:
             raise ValueError("it has no schema of its own: give one")
         self.name = self.tool_schema.function.name
 
-    def get_openai_tool_schema(self) -> Any:
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
         """The schema that the tool was made with."""
         return getattr(self, "tool_schema", None)
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
         """Begin a use of the tool; return its id and what it says first."""
         return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Json], **kwargs: Any) -> tuple[Any, float, Any]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Json], **kwargs: object
+    ) -> tuple[object, float, object]:
         """Run one call; return the response, a step reward and metrics."""
         return ToolResponse(text=json.dumps(parameters)), 0.0, {}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """The reward of a use."""
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """End a use."""
 
 
-def rollout_trace_op(function: object) -> Any:
+def rollout_trace_op(function: T) -> T:
     """The function as it is."""
     return function
 
 
-_MODULES: dict[str, tuple[Any, ...]] = {
+_MODULES: dict[str, tuple[type | Callable[..., object], ...]] = {
     "verl": (),
     "verl.tools": (),
     "verl.tools.base_tool": (BaseTool, OpenAIFunctionToolSchema, ToolResponse),

@@ -6,7 +6,7 @@ verl is not needed. An object of verl's serves many requests by an `instance_id`
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -65,7 +65,7 @@ class VerlTool(Tool):
         self._properties = self.parameters.get("properties", {})
         self._wants_text = _wants_text(self._made.execute)
 
-    async def create(self, session: Session, **create_kwargs: Any) -> None:
+    async def create(self, session: Session, **create_kwargs: object) -> None:
         given = _accepted(self._made.create, {**create_kwargs, "create_kwargs": create_kwargs})
         session.state = _Instance(session.id)
         returned = await _settled(self._made.create(instance_id=session.id, **given))
@@ -73,9 +73,9 @@ class VerlTool(Tool):
         if made is not None:
             session.state.id = made
 
-    async def execute(self, session: Session, **arguments: Any) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: object) -> ToolResponse:
         hidden = {key: arguments.pop(key) for key in [*arguments] if self._properties and key not in self._properties}
-        given: Any = json.dumps(arguments) if self._wants_text else arguments
+        given = json.dumps(arguments) if self._wants_text else arguments
         returned = await _settled(self._made.execute(session.state.id, given, **_accepted(self._made.execute, hidden)))
         if not isinstance(returned, tuple) or len(returned) != 3:
             raise TypeError(f"{self.name}.execute returned no (response, reward, metrics)")
@@ -89,12 +89,12 @@ class VerlTool(Tool):
         """The tool's name: its reward is one part."""
         return (self.name,)
 
-    async def calc_reward(self, session: Session, **kwargs: Any) -> float | None:
+    async def calc_reward(self, session: Session, **kwargs: object) -> float | None:
         given = _accepted(self._made.calc_reward, kwargs)
         reward: float | None = await _settled(self._made.calc_reward(session.state.id, **given))
         return reward
 
-    async def release(self, session: Session, **kwargs: Any) -> None:
+    async def release(self, session: Session, **kwargs: object) -> None:
         if session.state is not None:
             await _settled(self._made.release(session.state.id, **_accepted(self._made.release, kwargs)))
 
@@ -113,7 +113,7 @@ class VerlFile(ToolSource):
     async def open(self) -> Sequence[Tool]:
         return [self._tool(entry, number) for number, entry in enumerate(self._entries)]
 
-    def _tool(self, entry: Any, number: int) -> Tool:
+    def _tool(self, entry: object, number: int) -> Tool:
         where = f"tool verl: {self._file}, tools.{number}"
         if not isinstance(entry, Mapping) or not isinstance(entry.get("class_name"), str):
             raise UserError(f"{where}: expected class_name, config and tool_schema")
@@ -143,7 +143,7 @@ def _construct(path: str, config: dict[str, Json], schema: Mapping[str, Json] | 
         raise UserError(f"{where}: {path}(config, tool_schema) raised {line}") from error
 
 
-def _load(path: str, where: str) -> Any:
+def _load(path: str, where: str) -> object:
     """Import it; where it wants verl, and there is none, with the stand-in for verl's base class."""
     try:
         return load_path(path, where)
@@ -158,7 +158,7 @@ def _load(path: str, where: str) -> Any:
         raise UserError(f"{error}; without verl there is only its BaseTool, schemas and trace: install verl") from error
 
 
-def _as_model(schema: Mapping[str, Json]) -> Any:
+def _as_model(schema: Mapping[str, Json]) -> object:
     if installed():
         from verl.tools.schemas import OpenAIFunctionToolSchema as Theirs
 
@@ -187,7 +187,7 @@ def _read_schema(file: str) -> Mapping[str, Json]:
     return content
 
 
-def _read(file: str) -> Any:
+def _read(file: str) -> object:
     try:
         return yaml.safe_load(Path(file).read_text(encoding="utf-8"))  # JSON is YAML too
     except OSError as error:
@@ -196,7 +196,7 @@ def _read(file: str) -> Any:
         raise UserError(f"tool verl: {file} is no YAML: {' '.join(str(error).split())}") from error
 
 
-def _wants_text(execute: Any) -> bool:
+def _wants_text(execute: Callable[..., object]) -> bool:
     """Whether `parameters` are annotated as text: the oldest tools read JSON themselves."""
     try:
         wanted = get_type_hints(execute).get("parameters")
@@ -205,7 +205,7 @@ def _wants_text(execute: Any) -> bool:
     return wanted is str or bool(isinstance(wanted, str) and re.fullmatch(r"str", wanted))
 
 
-def _accepted(function: Any, kwargs: Mapping[str, Json]) -> dict[str, Json]:
+def _accepted(function: Callable[..., object], kwargs: Mapping[str, Json]) -> dict[str, Json]:
     """`kwargs`; where it does not take every keyword, `create_kwargs` goes along only if it is asked for."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -217,7 +217,7 @@ async def _settled(value: object) -> Any:
     return await value if inspect.isawaitable(value) else value
 
 
-def _said(response: object) -> tuple[str, tuple[Any, ...]]:
+def _said(response: object) -> tuple[str, tuple[object, ...]]:
     """Text and images of what a tool returned: text, an object with `text` and `image`, or a dict with these."""
     if response is None or isinstance(response, str):
         return response or "", ()

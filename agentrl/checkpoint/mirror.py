@@ -125,7 +125,7 @@ class Mirror:
     """Keeps a run folder's copy in `store`. It starts with `follow`."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self.store = store
         self._folder = Path()
         self._note: Callable[[str], None] = lambda line: None
         self._thread: threading.Thread | None = None
@@ -161,18 +161,18 @@ class Mirror:
             self._thread.join(0.2)
             if not waiting and monotonic() - began > 5:
                 waiting = True
-                self._note(f"{KEY}: the last checkpoint is being copied to {self._store.url}")
+                self._note(f"{KEY}: the last checkpoint is being copied to {self.store.url}")
             if monotonic() - self._moved > PATIENCE_SECONDS:
                 self._told = f"nothing was copied for {PATIENCE_SECONDS:.0f} seconds"
                 break
         self._thread = None
-        lacking = f"{KEY}: {self._store.url} lacks the last checkpoint: {self._told}; it is in {self._folder}"
+        lacking = f"{KEY}: {self.store.url} lacks the last checkpoint: {self._told}; it is in {self._folder}"
         return [lacking] if self._told is not None else []
 
     def results(self) -> None:
         """Copy what is new besides checkpoints, now. What goes wrong is told."""
         try:
-            self._copy_results(self._store.sizes())
+            self._copy_results(self.store.sizes())
         except BaseException as error:  # noqa: BLE001 - the boundary to stores of all kinds
             self._failed(contained(error))
 
@@ -194,7 +194,7 @@ class Mirror:
             while (saved := self._due()) is not None:
                 with _held(saved, self._folder / HELD) as folder:
                     self._copy(saved, folder)
-            there = self._store.sizes()
+            there = self.store.sizes()
             self._copy_results(there)
             self._prune(there)
         except BaseException as error:  # noqa: BLE001 - the boundary to stores of all kinds
@@ -202,18 +202,18 @@ class Mirror:
             return False
         if self._told is not None:
             self._told = None
-            self._note(f"{KEY}: {self._store.url} is up to date again")
+            self._note(f"{KEY}: {self.store.url} is up to date again")
         return True
 
     def _failed(self, error: Exception) -> None:
         line = describe(error, place=False)
         if line != self._told:
             self._told = line
-            self._note(f"{KEY}: {self._store.url} is not up to date: {line}; the run goes on, and tries again")
+            self._note(f"{KEY}: {self.store.url} is not up to date: {line}; the run goes on, and tries again")
 
     def _due(self) -> Saved | None:
         """The newest checkpoint that is not there whole."""
-        there = self._store.whole(self._store.sizes())
+        there = self.store.whole(self.store.sizes())
         due = [s for s in self._here().values() if there.get(s.step, {}).get("sums") != _sums(s.path)]
         return max(due, key=lambda saved: saved.step, default=None)
 
@@ -222,16 +222,16 @@ class Mirror:
 
     def _copy(self, saved: Saved, folder: Path) -> None:
         """folder: with the checkpoint's files."""
-        there, base = self._store.sizes(), f"{CHECKPOINTS}/{saved.path.name}"
+        there, base = self.store.sizes(), f"{CHECKPOINTS}/{saved.path.name}"
         mark, files = f"{base}.whole.json", disk.files(folder)
         if mark in there:
-            self._store.remove([mark])  # of another checkpoint of this step
+            self.store.remove([mark])  # of another checkpoint of this step
         self._copy_results(there)
         for name in files:
-            self._store.put(folder / name, f"{base}/{name}", self._touch)
-        self._store.write(mark, dumps({"step": saved.step, "sums": _sums(folder), "files": files}))
+            self.store.put(folder / name, f"{base}/{name}", self._touch)
+        self.store.write(mark, dumps({"step": saved.step, "sums": _sums(folder), "files": files}))
         wrong = {f"{base}/{name}" for name in files}
-        self._store.remove([name for name in there if name.startswith(f"{base}/") and name not in wrong])
+        self.store.remove([name for name in there if name.startswith(f"{base}/") and name not in wrong])
 
     def _copy_results(self, there: Mapping[str, int]) -> None:
         """Copy the files of the run besides its checkpoints that have changed."""
@@ -243,7 +243,7 @@ class Mirror:
                 found = (self._folder / name).stat()
                 state = found.st_size, found.st_mtime_ns
                 if self._known.get(name) != state or name not in there:
-                    self._store.put(self._folder / name, name, self._touch)
+                    self.store.put(self._folder / name, name, self._touch)
                     self._known[name] = state
             except FileNotFoundError:
                 if (self._folder / name).exists():
@@ -257,7 +257,7 @@ class Mirror:
         marks = [name for name in there if (m := WHOLE.fullmatch(name)) and int(m[1]) not in steps]
         old = [name for name in there if (m := _OF_STEP.fullmatch(name)) and int(m[1]) not in steps]
         gone = [name for name in there if _OWN.fullmatch(name) and not (self._folder / name).exists()]
-        self._store.remove([*marks, *old, *gone])
+        self.store.remove([*marks, *old, *gone])
 
     def _touch(self) -> None:
         self._moved = monotonic()

@@ -421,25 +421,10 @@ class AgentDriver(Driver):
 
     def __init__(self, *, agent: Agent, gateway: Gateway, section: AgentSection, **options: Any) -> None:
         super().__init__(**options)
-        self._caller = Caller(
-            self._chat, self._limits, images=self._shows
+        self.caller = Caller(
+            self.chat, self.limits, images=self._shows
         )  # no tool holds conversations beside the agent's
-        self._agent, self._gateway, self.section = agent, gateway, section
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that samples."""
-        return self._engine
-
-    @property
-    def chat(self) -> Chat:
-        """Converts messages to ids and back."""
-        return self._chat
-
-    @property
-    def caller(self) -> Caller:
-        """Runs the calls of tools."""
-        return self._caller
+        self.agent, self.gateway, self.section = agent, gateway, section
 
     def schemas(self, request: AgentRequest) -> tuple[dict[str, Json], ...]:
         """Schemas of the tools that the task of a rollout offers."""
@@ -450,7 +435,7 @@ class AgentDriver(Driver):
     ) -> AsyncRolloutRequest:
         plain = super().request(task, sample, seed=seed, attempt=attempt, opening=opening)
         request = AgentRequest(plain.id, task, sample, plain.opening, plain.seed)
-        request.tree = ConversationTree(plain.id, self._chat, self.section.history)
+        request.tree = ConversationTree(plain.id, self.chat, self.section.history)
         request.train = self.section.train
         return request
 
@@ -466,10 +451,10 @@ class AgentDriver(Driver):
         assert isinstance(request, AgentRequest)
         rollout = Rollout(self, request)
         opening = tuple(request.main.messages)
-        where = Boundary.AGENT, f"agent {self._agent.name}"
+        where = Boundary.AGENT, f"agent {self.agent.name}"
         finish = FinishReason.STOP
         with ExitStack() as stack:
-            client = self._client(request, rollout, opening, stack.enter_context(self._gateway.serving(rollout)))
+            client = self._client(request, rollout, opening, stack.enter_context(self.gateway.serving(rollout)))
             request.main.at = where
             try:
                 await timer.wait(self._solve(request, client), request.main.deadline)
@@ -495,23 +480,23 @@ class AgentDriver(Driver):
 
     async def _solve(self, request: AgentRequest, client: AgentClient) -> None:
         """Let the agent do its task. What it came to is released later, also where it ended by a cancellation."""
-        found = await self._agent.solve(request.task, client)
+        found = await self.agent.solve(request.task, client)
         request.outcome = outcome = found if isinstance(found, Outcome) else Outcome(returned=found)
-        request.cleanups.append((f"agent {self._agent.name}", lambda: self._agent.release(outcome)))
+        request.cleanups.append((f"agent {self.agent.name}", lambda: self.agent.release(outcome)))
 
     def _client(self, request: AgentRequest, rollout: Rollout, opening: tuple[Message, ...], key: str) -> AgentClient:
-        url = self._gateway.sandbox_url if self.section.sandbox else self._gateway.url
+        url = self.gateway.sandbox_url if self.section.sandbox else self.gateway.url
         return AgentClient(
             base_url=f"{url}/v1",
             anthropic_url=url,
             mcp_url=f"{url}/mcp",
             api_key=key,
-            model=self._gateway.model,
+            model=self.gateway.model,
             messages=tuple(map(sent, opening)),
             tools=self.schemas(request),
             call_tool=rollout.call_tool,
             timeout=max(1.0, request.main.deadline - time.monotonic()),
-            socket=self._gateway.socket,
+            socket=self.gateway.socket,
         )
 
     def _forget(self, request: AsyncRolloutRequest) -> None:

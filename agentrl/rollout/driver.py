@@ -60,32 +60,31 @@ class Driver:
     ) -> None:
         """Build a driver. tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward
         functions. label: what its requests are for, such as `step_3`; their ids begin with it."""
-        self._engine = engine
-        self._chat = chat
+        self.engine = engine
+        """Samples tokens."""
+        self.chat = chat
+        """Converts messages to ids and back."""
         self._environment = environment
         self._tools = tuple(tools)
         self._own = environment.tools()
         self._schemas = {tool.name: tool.schema for tool in (*self._tools, *self._own)}
         self.scorer = scorer or Scorer()
         self._weights = self.scorer.weights
-        self._limits = limits
+        self.limits = limits
+        """The recipe's section `rollout`."""
         self._seeing = chat if isinstance(chat, Seeing) and engine.images else None
         self._blind = isinstance(chat, Seeing) and self._seeing is None
         self._shows = takes_images(engine, chat)
-        self._caller = Caller(chat, limits, self._make_converse, images=self._seeing is not None)
+        self.caller = Caller(chat, limits, self._make_converse, images=self._seeing is not None)
+        """Runs the calls of tools."""
         self._prefix = f"{label}/" if label else ""
         self._count = 0
 
     @property
-    def limits(self) -> RolloutSection:
-        """The recipe's section `rollout`."""
-        return self._limits
-
-    @property
     def patience(self) -> float:
         """Seconds after which a request must be over, unless a plugin ignores its cancellation."""
-        hook = self._limits.turn_timeout + hooks.RELEASE_SECONDS + 3 * GRACE
-        return self._limits.timeout + GRACE + hook * (len(self._tools) + len(self._own) + self.scorer.functions + 1)
+        hook = self.limits.turn_timeout + hooks.RELEASE_SECONDS + 3 * GRACE
+        return self.limits.timeout + GRACE + hook * (len(self._tools) + len(self._own) + self.scorer.functions + 1)
 
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None
@@ -110,7 +109,7 @@ class Driver:
         """
         self._check_drivable(request)
         patience = self.patience
-        task = await request.own.run(self._drive(request, resumable), patience, patience - self._limits.timeout)
+        task = await request.own.run(self._drive(request, resumable), patience, patience - self.limits.timeout)
         if not task.done():
             return await self._abandon(request, "it ignores its cancellation and was left behind")
         if not task.cancelled():
@@ -122,7 +121,7 @@ class Driver:
     async def _drive(self, request: AsyncRolloutRequest, resumable: bool) -> Trajectory:
         """Drive a request; see `drive`. Raises CancelledError alone."""
         started = time.monotonic()
-        request.main.deadline = started + self._limits.timeout - request.seconds["total"]
+        request.main.deadline = started + self.limits.timeout - request.seconds["total"]
         timer = DeadlineTimer(request.own)
         try:
             await self._run(request, timer)
@@ -184,9 +183,9 @@ class Driver:
             return
         if request.turn_count == 0:
             request.main.at = _ENGINE
-            raise EngineError(f"no token came within {self._limits.turn_timeout:g} seconds (rollout.turn_timeout)")
+            raise EngineError(f"no token came within {self.limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
-        rewards = await hooks.calc_rewards(request, timer, self._limits.turn_timeout)
+        rewards = await hooks.calc_rewards(request, timer, self.limits.turn_timeout)
         rewards = await self.scorer.score(request, rewards, finish, timer)
         hooks.check_sum(rewards, self._weights)
         request.rewards = rewards
@@ -208,12 +207,12 @@ class Driver:
     def _open(self, request: AsyncRolloutRequest) -> None:
         request.main.at = _CHAT
         main = request.main
-        ids = request.opening.render(self._chat, main.messages, self._offered(main))
+        ids = request.opening.render(self.chat, main.messages, self._offered(main))
         if len(ids) >= (most := self._most(main)):
             request.main.at = Boundary.ENVIRONMENT, f"{self._environment.name}.create"
             raise UserError(
                 f"the opening prompt has {len(ids)} tokens, with room for {most - 1} and an answer "
-                f"(rollout.max_tokens {self._limits.max_tokens}, the model's context {self._engine.max_context})"
+                f"(rollout.max_tokens {self.limits.max_tokens}, the model's context {self.engine.max_context})"
             )
         request.main.open_with(ids, self._images_in(ids, request.main.messages))
         request.main.opening_messages = tuple(request.main.messages)
@@ -227,7 +226,7 @@ class Driver:
         """Messages of an environment or a tool, with their images in the store. Raises PluginError, and
         ImageError for what is no image, or none that the model takes, and for more than a conversation may hold."""
         messages = hooks.checked_messages(given, what)
-        check_count(messages, self._limits.max_images)
+        check_count(messages, self.limits.max_images)
         return await self._shown(messages)
 
     async def _shown(self, messages: list[Message]) -> list[Message]:
@@ -244,7 +243,7 @@ class Driver:
 
     def _most(self, conversation: Conversation) -> int:
         """The tokens that a conversation may have."""
-        most = min(self._limits.max_tokens, self._engine.max_context)
+        most = min(self.limits.max_tokens, self.engine.max_context)
         return min(most, conversation.max_tokens) if conversation.max_tokens else most
 
     def _room(self, request: AsyncRolloutRequest, conversation: Conversation) -> int:
@@ -253,7 +252,7 @@ class Driver:
 
     def _within_total(self, request: AsyncRolloutRequest, room: int) -> int:
         """`room`, or what is left of the tokens of all conversations together where that is less."""
-        total = self._limits.max_total_tokens
+        total = self.limits.max_total_tokens
         return room if total is None else min(room, total - request.total_tokens - request.reserved)
 
     async def _turn(
@@ -261,7 +260,7 @@ class Driver:
     ) -> FinishReason | None:
         """Drive one turn: sample, parse, let tools or the environment answer, and write down what they said. Why the
         conversation is over, or None."""
-        limits, started = self._limits, time.monotonic()
+        limits, started = self.limits, time.monotonic()
         deadline = min(started + limits.turn_timeout, conversation.deadline)
         request.begin_turn(conversation)
         if conversation.is_main:
@@ -273,7 +272,7 @@ class Driver:
             return self._stopped(conversation, timer.expired)
         turn_ids = conversation.close_turn()
         conversation.at = _CHAT
-        parsed = bounded(self._chat.parse(turn_ids))
+        parsed = bounded(self.chat.parse(turn_ids))
         conversation.messages.append(assistant_message(parsed, conversation.orders[-1]))
         if conversation.summarizing:
             return self._go_on_from(request, conversation, parsed.content.strip())
@@ -301,14 +300,14 @@ class Driver:
         """Write down what follows a turn, the request for a summary where one is due. Why the conversation is over, or
         None."""
         conversation.at = _CHAT
-        if request.turns_started >= self._limits.max_turns or 0 < conversation.max_turns <= conversation.turns_taken:
+        if request.turns_started >= self.limits.max_turns or 0 < conversation.max_turns <= conversation.turns_taken:
             return FinishReason.MAX_TURNS
         room = self._room(request, conversation)
         said, added = self._fitted(turn_ids, replies, room)
         if said is not replies:
             conversation.messages[len(conversation.messages) - len(replies) :] = said
             replies = said
-        section = self._limits.compact
+        section = self.limits.compact
         if section is not None and self._summary_due(section, request, conversation, len(added)):
             said = asked(section, replies)
             added = self._bridge(turn_ids, said)
@@ -323,7 +322,7 @@ class Driver:
         return FinishReason.TIMEOUT if time.monotonic() >= conversation.deadline else None
 
     def _bridge(self, turn_ids: list[int], replies: list[Message]) -> list[int]:
-        return self._chat.bridge(turn_ids, replies if self._shows else as_text(replies))
+        return self.chat.bridge(turn_ids, replies if self._shows else as_text(replies))
 
     def _fitted(self, turn_ids: list[int], replies: list[Message], room: int) -> tuple[list[Message], list[int]]:
         """The replies and their ids. Where they do not fit, their images are left out, the last first, which is
@@ -343,22 +342,22 @@ class Driver:
             or request.summaries >= section.most
         ):
             return False
-        left = self._limits.max_turns - request.turns_started
+        left = self.limits.max_turns - request.turns_started
         return min(left, conversation.max_turns - conversation.turns_taken if conversation.max_turns else left) >= 2
 
     def _go_on_from(
         self, request: AsyncRolloutRequest, conversation: Conversation, summary: str
     ) -> FinishReason | None:
         """Begin a conversation anew from its summary. It is over where that is empty or leaves no room."""
-        section = self._limits.compact
+        section = self.limits.compact
         assert section is not None, "a summary was asked for"
         request.summaries += 1
         messages = reopened(section, conversation.opening_messages, summary, conversation.messages)
-        ids = array("i", self._chat.render(messages, self._offered(conversation)) if summary else ())
+        ids = array("i", self.chat.render(messages, self._offered(conversation)) if summary else ())
         if not 0 < len(ids) < self._within_total(request, self._most(conversation)):
             request.summaries_failed += 1
             return FinishReason.LENGTH
-        if request.turns_started >= self._limits.max_turns:  # other conversations have used up what was left
+        if request.turns_started >= self.limits.max_turns:  # other conversations have used up what was left
             return FinishReason.MAX_TURNS
         past = conversation.begin_anew(request.branch_name())
         request.branches.append(past)
@@ -371,11 +370,11 @@ class Driver:
         self, request: AsyncRolloutRequest, conversation: Conversation, timer: DeadlineTimer, deadline: float
     ) -> Generation | None:
         """The engine's answer, in the conversation already; None when it had to be cancelled."""
-        limits, engine = self._limits, self._engine
+        limits, engine = self.limits, self.engine
         room = min(limits.max_turn_tokens - conversation.turn_tokens, self._room(request, conversation))
         sampling = Sampling(
             max_tokens=room, temperature=limits.temperature, top_p=limits.top_p, top_k=limits.top_k,
-            stop_ids=self._chat.stop_ids, seed=nth(conversation.seed, len(conversation.versions)),
+            stop_ids=self.chat.stop_ids, seed=nth(conversation.seed, len(conversation.versions)),
         )  # fmt: skip
         conversation.at = _ENGINE
         request.reserved += room
@@ -404,7 +403,7 @@ class Driver:
             return FinishReason.ABORTED
         if conversation.open_turn is not None:
             conversation.at = _CHAT
-            parsed = bounded(self._chat.parse(conversation.close_turn()))
+            parsed = bounded(self.chat.parse(conversation.close_turn()))
             conversation.messages.append(assistant_message(parsed, conversation.orders[-1]))
         return FinishReason.TIMEOUT
 
@@ -420,7 +419,7 @@ class Driver:
         if conversation.is_main:
             request.move(RequestState.TOOL_CALLING)
         started = time.monotonic()
-        answers = await self._caller.answer(request, conversation, parsed.calls, deadline, timer)
+        answers = await self.caller.answer(request, conversation, parsed.calls, deadline, timer)
         if conversation.is_main:
             request.waited("tools", started)
         conversation.messages.extend(answers.messages)
@@ -449,7 +448,7 @@ class Driver:
         request.main.at = Boundary.ENVIRONMENT, f"{environment.name}.execute"
         work = environment.execute(request.session_of(environment), request.main.messages[-1])
         try:
-            reply = await timer.wait(work, min(started + self._limits.turn_timeout, request.main.deadline))
+            reply = await timer.wait(work, min(started + self.limits.turn_timeout, request.main.deadline))
         except DeadlineExceededError:
             if time.monotonic() < request.main.deadline:
                 raise
@@ -471,7 +470,7 @@ class Driver:
     def _fewer(self, conversation: Conversation, messages: list[Message]) -> list[Message]:
         """Messages with no more images than the conversation may hold, the last left out, which is told in
         words."""
-        most = self._limits.max_images - len(hashes(conversation.messages))
+        most = self.limits.max_images - len(hashes(conversation.messages))
         while len(hashes(messages)) > max(0, most) and (fewer := without_last_image(messages)) is not None:
             messages = fewer
         return messages
@@ -495,7 +494,7 @@ class Driver:
         timer = DeadlineTimer()
         try:
             conversation.at = _CHAT
-            ids = array("i", self._chat.render(conversation.messages, self._offered(conversation)))
+            ids = array("i", self.chat.render(conversation.messages, self._offered(conversation)))
             if len(ids) >= self._room(request, conversation):
                 room = max(0, self._room(request, conversation) - 1)
                 raise ArgumentError(f"it begins with {len(ids)} tokens, with room for {room} and an answer")
@@ -523,14 +522,14 @@ class Driver:
     def _forget_id(self, request: AsyncRolloutRequest, request_id: str) -> None:
         """Let the engine free what it keeps under `request_id`, one of the request's."""
         try:
-            self._engine.finish(request_id)
+            self.engine.finish(request_id)
         except BaseException as error:  # noqa: BLE001 - boundary: its tokens are whole, so it is kept, and said
             request.extra["engine_finish"] = line = describe(contained(error))
             _log.warning("%s: engine.finish: %s", request_id, line)
 
     def _freeze(self, request: AsyncRolloutRequest) -> Trajectory:
         """The trajectory, whose invariants hold: one whose do not is FAILED, and nobody trains on it."""
-        if self._limits.compact is not None:
+        if self.limits.compact is not None:
             request.extra |= dict(zip(COUNTS, (request.summaries, request.summaries_failed), strict=True))
         trajectory = request.trajectory(self._weights)
         ended = request.state in _ENDS
@@ -550,7 +549,7 @@ class Driver:
         """The tokens around one, as ids and as text."""
         ids = [int(i) for i in trajectory.ids[max(0, token - _AROUND) : token + _AROUND]]
         try:
-            text = repr(self._chat.decode(ids))
+            text = repr(self.chat.decode(ids))
         except Exception as found:  # noqa: BLE001 - ids that no tokenizer knows may be what is wrong
             text = describe(found, place=False)
         return f", among {ids}: {text}"

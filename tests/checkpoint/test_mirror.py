@@ -55,7 +55,7 @@ class Run:
 
     def wait(self, *steps: int) -> None:
         """Until the mirror has these whole checkpoints, and no others."""
-        store = self.mirror._store
+        store = self.mirror.store
         until(lambda: sorted(store.whole(store.sizes())) == sorted(steps))
 
 
@@ -109,7 +109,7 @@ def test_only_what_is_marked_whole_counts(tmp_path: Path) -> None:
     run = Run(tmp_path / "a", url)
     run.save(1)
     run.wait(1)
-    killed, put = threading.Event(), run.mirror._store.put
+    killed, put = threading.Event(), run.mirror.store.put
 
     def stop(local: Path, name: str, *rest: Any) -> None:
         if "step_2/trainer" in name:
@@ -117,7 +117,7 @@ def test_only_what_is_marked_whole_counts(tmp_path: Path) -> None:
             threading.Event().wait()  # for ever: its thread ends with the process
         put(local, name, *rest)
 
-    run.mirror._store.put = stop  # type: ignore[method-assign]
+    run.mirror.store.put = stop  # type: ignore[method-assign]
     run.save(2)
     assert killed.wait(20)
     there = files(Store(url, "x"))
@@ -145,24 +145,24 @@ def test_a_store_that_refuses_is_told_once_and_made_up_for(
     monkeypatch.setattr(mirror, "LAST_RETRY_SECONDS", 0.01)
     url = f"file://{tmp_path}/there"
     run = Run(tmp_path / "a", url)
-    put = run.mirror._store.put
+    put = run.mirror.store.put
     tries: list[str] = []
 
     def refuse(local: Path, name: str, *rest: Any) -> None:
         tries.append(name)
         raise kind("no credentials")
 
-    run.mirror._store.put = refuse  # type: ignore[method-assign]
+    run.mirror.store.put = refuse  # type: ignore[method-assign]
     run.save(1)
     until(lambda: len(tries) > 3)
     assert run.lines == [
         f"train.mirror: {url} is not up to date: {kind.__name__}: no credentials; the run goes on, and tries again"
     ]
-    run.mirror._store.put = put  # type: ignore[method-assign]
+    run.mirror.store.put = put  # type: ignore[method-assign]
     until(lambda: len(run.lines) == 2)
     assert run.lines[1] == f"train.mirror: {url} is up to date again"
     run.wait(1)
-    run.mirror._store.put = refuse  # type: ignore[method-assign]
+    run.mirror.store.put = refuse  # type: ignore[method-assign]
     run.save(2)
     (line,) = run.mirror.close()
     assert line == (
@@ -175,19 +175,19 @@ def test_saves_that_are_faster_than_copies_leave_whole_ones(tmp_path: Path, monk
     """A checkpoint that the run removes while it is copied is copied to its end, and those in between are left out."""
     url = f"file://{tmp_path}/there"
     run = Run(tmp_path / "a", url, keep=1)
-    put, go, begun = run.mirror._store.put, threading.Event(), threading.Event()
+    put, go, begun = run.mirror.store.put, threading.Event(), threading.Event()
 
     def slow(local: Path, name: str, *rest: Any) -> None:
         begun.set()
         assert go.wait(20)
         put(local, name, *rest)
 
-    run.mirror._store.put = slow  # type: ignore[method-assign]
+    run.mirror.store.put = slow  # type: ignore[method-assign]
     run.save(1)
     assert begun.wait(20)
     marked: list[str] = []
-    write = run.mirror._store.write
-    monkeypatch.setattr(run.mirror._store, "write", lambda name, text: (marked.append(name), write(name, text)))
+    write = run.mirror.store.write
+    monkeypatch.setattr(run.mirror.store, "write", lambda name, text: (marked.append(name), write(name, text)))
     for step in (2, 3, 4):
         run.save(step)
     go.set()
@@ -202,7 +202,7 @@ def test_a_copy_that_does_not_go_on_holds_up_the_end_for_a_while_only(
 ) -> None:
     monkeypatch.setattr(mirror, "PATIENCE_SECONDS", 0.3)
     run = Run(tmp_path / "a", f"file://{tmp_path}/there")
-    run.mirror._store.put = lambda *given: threading.Event().wait()  # type: ignore[method-assign,assignment]
+    run.mirror.store.put = lambda *given: threading.Event().wait()  # type: ignore[method-assign,assignment]
     run.save(1)
     (line,) = run.mirror.close()
     assert "lacks the last checkpoint: nothing was copied for 0 seconds; it is in" in line

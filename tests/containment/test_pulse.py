@@ -127,7 +127,7 @@ async def test_a_group_that_was_being_scored_is_scored_again():
 
     plain = make_driver(ScriptedEngine(lambda *_: "4"))
     driver = Driver(
-        engine=plain._engine, chat=plain._chat, environment=Env(), tools=(), limits=plain.limits,
+        engine=plain.engine, chat=plain.chat, environment=Env(), tools=(), limits=plain.limits,
         scorer=Scorer(Rewards({}, {"rank": Rank()}, {})),
     )  # fmt: skip
     (group,) = await roll_out(driver, TASKS[:1], 2)

@@ -34,7 +34,7 @@ def driver_of(*functions, seconds=60.0, **limits):
     plain = make_driver(ScriptedEngine(lambda name, turn: "x"), **limits)
     scorer = Scorer(made, seconds)
     return made, Driver(
-        engine=plain._engine, chat=plain._chat, environment=Env(), tools=(), limits=plain.limits, scorer=scorer
+        engine=plain.engine, chat=plain.chat, environment=Env(), tools=(), limits=plain.limits, scorer=scorer
     )
 
 

@@ -167,7 +167,7 @@ def test_launched_servers_get_the_flag() -> None:
     model = make_mixture()
     for kind in (SglangEngine, VllmEngine):
         engine = kind(model, max_batch=1, command=sys.executable, model_path="m", routing_replay=True)
-        plan = engine._fleet._plan
+        plan = engine.fleet._plan
         assert "--enable-return-routed-experts" in plan.arguments(30000, 0)
         assert ("VLLM_USE_V2_MODEL_RUNNER" in plan.env) == (kind is VllmEngine)
 

@@ -200,7 +200,7 @@ async def test_the_engine_samples_what_the_trainer_computes(any_model):
     engine = LocalEngine(model, max_batch=4)
     assert engine.images
     cached = not model.image_input.family.looks_ahead(model.model) and model.config.model_type not in RECURRENT
-    assert isinstance(engine._runner, VisionRunner if cached else VisionRecomputeRunner)
+    assert isinstance(engine.runner, VisionRunner if cached else VisionRecomputeRunner)
     pre, later = text(5), text(4)
     prompts = [prompt(model, *parts) for parts in (
         [pre, SQUARE, later], [pre, SQUARE, later], [pre, WIDE, later, TALL], [pre, TALL], [pre], [pre, WIDE, later],

@@ -569,11 +569,11 @@ echo "asked $0"; exit 3
 @asynccontextmanager
 async def program(command: list[str], script: Any = ("4",), **keys: Any) -> AsyncIterator[AgentDriver]:
     async with driving(lambda task, client: None, script, **keys) as (driver, _):
-        driver._agent = ProgramAgent(tuple(command))
+        driver.agent = ProgramAgent(tuple(command))
         try:
             yield driver
         finally:
-            await driver._agent.close()
+            await driver.agent.close()
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -670,9 +670,9 @@ async def test_what_a_hostile_program_leaves_is_removed(tmp_path: Path, kills: s
     """It attacks its supervisor, and what a folder is removed by; nobody waits for its pipes."""
     (tmp_path / "kept").touch()
     async with program([sys.executable, "-c", HOSTILE, str(tmp_path), kills]) as driver:
-        outcome = await driver._agent.solve(TASK, client_without_gateway())
+        outcome = await driver.agent.solve(TASK, client_without_gateway())
         child = int(Path(str(outcome.folder), "child").read_text())
-        await driver._agent.release(outcome)
+        await driver.agent.release(outcome)
     assert outcome.exit_code == (None if kills else 0)
     assert not alive(child)
     assert not Path(str(outcome.folder)).parent.exists()
@@ -731,9 +731,9 @@ async def test_a_program_in_the_sandbox_has_the_gateway_and_nothing_else(
         gateway = Gateway(socket=True)
         await gateway.start()
         async with driving(lambda task, client: None, env=Env(calc_reward=judge)) as (driver, _):
-            driver._agent, driver._gateway = agent_of_recipe(section), gateway
+            driver.agent, driver.gateway = agent_of_recipe(section), gateway
             found = await driver.drive(driver.request(TASK, 0))
-            await driver._agent.close()
+            await driver.agent.close()
         await gateway.close()
     assert found.failure is None, found.failure
     ((outcome, state),) = seen
@@ -774,10 +774,10 @@ async def test_an_agent_is_given_the_public_url_but_in_a_sandbox(sandbox: bool, 
 
     async with driving(solve, sandbox=sandbox) as (driver, _):
         recipe = Recipe(agent=AgentSection(name="solve", public_url="http://elsewhere:1"))
-        driver._gateway = gateway_of(recipe)
-        await driver._gateway.start()
+        driver.gateway = gateway_of(recipe)
+        await driver.gateway.start()
         await driver.drive(driver.request(TASK, 0))
-        await driver._gateway.close()
+        await driver.gateway.close()
     assert urls[0].startswith(wanted)
 
 
@@ -793,11 +793,11 @@ async def processes(
 ) -> AsyncIterator[AgentDriver]:
     async with driving(lambda task, client: None, lambda _, turn: "4", env, **keys) as (driver, _):
         section = AgentSection(name=f"agent_functions:{name}", processes=1, args=args or {})
-        driver._agent = agent_of_recipe(section)
+        driver.agent = agent_of_recipe(section)
         try:
             yield driver
         finally:
-            await driver._agent.close()
+            await driver.agent.close()
 
 
 async def then(driver: AgentDriver, what: str) -> Trajectory:
@@ -861,7 +861,7 @@ async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replac
                 assert line in failed.failure.message
         await then(driver, "")
         request = driver.request(Task("t", {"then": "late"}), 0)
-        monkeypatch.setattr(driver, "_limits", driver.limits.model_copy(update={"timeout": 1.0}))
+        monkeypatch.setattr(driver, "limits", driver.limits.model_copy(update={"timeout": 1.0}))
         late = await driver.drive(request)
         assert (late.finish, seen[-1]) == (FinishReason.TIMEOUT, "at last")
 
@@ -1166,7 +1166,7 @@ async def test_constrained_turns_whose_allowed_ids_are_not_told_are_left_out_and
 
     engine = Secretive(by_count())
     async with driving(solve, engine) as (driver, _):
-        driver._chat = Formal()
+        driver.chat = Formal()
         found = await driver.drive(driver.request(TASK, 0))
     check_invariants(found)
     assert [turn.trained for turn in found.turns] == [False, True, False, False]

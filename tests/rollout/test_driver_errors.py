@@ -129,7 +129,7 @@ async def test_ten_megabytes_are_cut_and_say_so():
             return super().encode_text(text)
 
     driver = make_driver([call("echo"), "4"], tools=[Echo(execute=lambda session, **_: "x" * 10_000_000)])
-    driver._chat = driver._caller._chat = Chat()
+    driver.chat = driver.caller._chat = Chat()
     t = await drive(driver)
     assert len(tool_texts(t)[0]) <= 256
     assert "characters left out" in tool_texts(t)[0]
@@ -303,7 +303,7 @@ async def test_a_chat_that_cannot_express_a_message_fails_the_request():
             raise UserError("the template has no role tool")
 
     driver = make_driver([call("echo"), "4"], tools=[Echo()])
-    driver._chat = Chat()
+    driver.chat = Chat()
     t = await drive(driver)
     assert t.failure.boundary is Boundary.INFRASTRUCTURE
     assert t.failure.message == "chat: the template has no role tool"

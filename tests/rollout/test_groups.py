@@ -128,8 +128,8 @@ async def test_groups_are_told_as_they_end():
 async def test_the_prompt_of_a_task_is_rendered_once_unless_its_samples_differ():
     rendered = []
     driver = make_driver(lambda *_: "4", Env(create=lambda s: [{"role": "user", "content": s.task.id}]))
-    render = driver._chat.render
-    driver._chat.render = lambda *args: rendered.append(1) or render(*args)
+    render = driver.chat.render
+    driver.chat.render = lambda *args: rendered.append(1) or render(*args)
     groups = await roll_out(driver, TASKS, 4)
     assert len(rendered) == 3
     assert "".join(map(chr, groups[2].trajectories[3].ids[1:3])) == "t2"

@@ -219,7 +219,7 @@ def troupe(hook, act, hooks, script, limits):
                       {"rank": Rank(act if hook == "group" else None)}, {})  # fmt: skip
     scorer = Scorer(rewards, plain.limits.turn_timeout)
     return Driver(
-        engine=plain._engine, chat=plain._chat, environment=env, tools=[tool], limits=plain.limits, scorer=scorer
+        engine=plain.engine, chat=plain.chat, environment=env, tools=[tool], limits=plain.limits, scorer=scorer
     )
 
 
@@ -366,8 +366,8 @@ def test_a_tool_that_cancels_itself_beside_another_call_fails_its_sample(act, tm
 def test_an_engine_and_a_chat_that_exit_fail_their_requests(tmp_path, hasty):
     hooks = Hooks()
     driver = troupe("", None, hooks, two_turns, {"retries": 0})
-    driver._engine.finish = raises_at_once
-    driver._chat.parse = raises_at_once
+    driver.engine.finish = raises_at_once
+    driver.chat.parse = raises_at_once
     groups = run(roll_out(driver, [Task(BAD, {})], 2 * N))
     agree(groups, hooks, tmp_path, {Boundary.INFRASTRUCTURE: 2 * N})
     assert all("SystemExit" in t.extra["engine_finish"] for group in groups for t in group.failed)

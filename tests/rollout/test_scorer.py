@@ -82,7 +82,7 @@ def rewards(*functions, **weights):
 def driver_with(made, **limits):
     plain = make_driver(ScriptedEngine(lambda name, turn: "x" * (1 + int(name[2]))), **limits)
     return Driver(
-        engine=plain._engine, chat=plain._chat, environment=Env(), tools=(), limits=plain.limits, scorer=Scorer(made)
+        engine=plain.engine, chat=plain.chat, environment=Env(), tools=(), limits=plain.limits, scorer=Scorer(made)
     )
 
 

@@ -217,14 +217,14 @@ async def test_batches_are_smaller_where_the_budget_is_used_up(most, sizes):
 async def test_a_resumed_stream_samples_again_what_was_left_out_since_the_last_batch():
     how = {"batch": 2, "steps": 5, "staleness": None, "most": 20, "keep": third}
     first, drawn = make_stream(**how)
-    first._driver._engine = ours = ScriptedEngine(lambda *_: "4")
+    first._driver.engine = ours = ScriptedEngine(lambda *_: "4")
     await first.take()
     ours.samplings.clear()
     first.advance(1)
     await first.settle()
     assert (first.begun, first.outstanding, len(drawn)) == (4, [4, 5, 6, 7, 8, 9], 10)
     resumed, more = make_stream(**how, version=1, first=first.outstanding, begun=first.begun)
-    resumed._driver._engine = theirs = ScriptedEngine(lambda *_: "4")
+    resumed._driver.engine = theirs = ScriptedEngine(lambda *_: "4")
     assert [taken(await stream.take()) for stream in (first, resumed)] == [[6, 9]] * 2
     assert taken(first.left_out) == taken(resumed.left_out) == [4, 5, 7, 8]
     assert Counter(s.seed for s in ours.samplings) == Counter(s.seed for s in theirs.samplings)
@@ -235,7 +235,7 @@ async def test_samples_depend_on_the_groups_number_alone():
     async def seeds(limits, version=0):
         engine = ScriptedEngine(lambda *_: "4")
         stream, _ = make_stream(limits=limits, version=version)
-        stream._driver._engine = engine
+        stream._driver.engine = engine
         await stream.take()
         await stream.settle()
         await stream.close()

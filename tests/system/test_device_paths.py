@@ -499,7 +499,7 @@ async def test_trainers_give_memory_back_before_servers_wake(call: str, monkeypa
     engine._started = engine._asleep = True
     engine._pause = "retract"
     fleet: Any = SimpleNamespace(sync=sync, update=note("servers woken"), wake=note("servers woken"))
-    engine._fleet = fleet
+    engine.fleet = fleet
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("here freed"))
     await (engine.update_weights(1) if call == "update_weights" else engine.wake())
     assert order == ["actor freed", "critic freed", "here freed", "servers woken"]

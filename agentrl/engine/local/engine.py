@@ -88,10 +88,10 @@ class LocalEngine(Engine):
         self._followed = model if overlap else None
         model = copy.deepcopy(model).requires_grad_(False) if overlap else model
         self._model = model
-        self._runner = runner_for(model, Routing.of(model) if routing_replay else None)
+        self.runner = runner_for(model, Routing.of(model) if routing_replay else None)
         self.images = Vision.of(model)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
-        fits = room // self._runner.token_bytes - 1
+        fits = room // self.runner.token_bytes - 1
         self._context = min(context_of(model.config), max_context or max(1, fits))
         if fits < self._context:
             raise UserError(
@@ -100,7 +100,7 @@ class LocalEngine(Engine):
             )
         self._vocab = model.get_input_embeddings().weight.shape[0]
         self._grammars = None if tokenizer is None else Grammars(tokenizer, self._vocab)
-        self._scheduler = Scheduler(self._runner, max_batch, self._context, room)
+        self.scheduler = Scheduler(self.runner, max_batch, self._context, room)
         self._requests: dict[str, Request] = {}
         self._loop: asyncio.Task[None] | None = None
         self._stepping: asyncio.Future[Any] | None = None
@@ -120,7 +120,7 @@ class LocalEngine(Engine):
     @property
     def weight_version(self) -> int:
         """The trainer's step whose weights are sampled from."""
-        return self._scheduler.version
+        return self.scheduler.version
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
@@ -143,26 +143,26 @@ class LocalEngine(Engine):
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         request = Request(request_id, prompt, sampling, key, room, future, on_tokens=on_tokens, matcher=matcher)
         self._requests[request_id] = request
-        self._scheduler.add(request)
+        self.scheduler.add(request)
         self._start_loop()
         try:
             return await future
         finally:
             del self._requests[request_id]
             if future.cancelled():
-                self._scheduler.cancel(request)
+                self.scheduler.cancel(request)
 
     def finish(self, request_id: str) -> None:
-        self._scheduler.finish(request_id)
+        self.scheduler.finish(request_id)
 
     def fork(self, request_id: str, others: Sequence[str]) -> None:
         """See `Engine.fork`. Keys and values are copied as far as the tokens agree, where a slot still holds them."""
-        self._scheduler.forks[request_id] = tuple(others)
+        self.scheduler.forks[request_id] = tuple(others)
 
     def abort(self, request_id: str | None = None) -> None:
-        for request in self._scheduler.requests():
+        for request in self.scheduler.requests():
             if request_id in (None, request.request_id):
-                _deliver(request, self._scheduler.stop(request))
+                _deliver(request, self.scheduler.stop(request))
 
     async def update_weights(self, version: int, weights: "WeightSource | None" = None) -> None:
         """Sample from new weights: the shared ones, which have changed in place, or a copy made now.
@@ -182,12 +182,12 @@ class LocalEngine(Engine):
             elif self._followed is not None:
                 self._model.load_state_dict(self._followed.state_dict())
             self._partial = None
-            self._scheduler.retract()
-            self._runner.refresh()
-            self._scheduler.version = version
+            self.scheduler.retract()
+            self.runner.refresh()
+            self.scheduler.version = version
         finally:
             self._updating = False
-            if self._scheduler.busy:
+            if self.scheduler.busy:
                 self._start_loop()
 
     async def _receive(self, version: int, weights: "WeightSource") -> None:
@@ -203,8 +203,8 @@ class LocalEngine(Engine):
         """Pause decoding, and free the cache and the fused weights; requests wait until `wake`."""
         self._asleep = True
         await self._between_steps()
-        self._scheduler.retract()
-        self._runner.clear()
+        self.scheduler.retract()
+        self.runner.clear()
 
     async def wake(self) -> None:
         self._asleep = False
@@ -219,7 +219,7 @@ class LocalEngine(Engine):
         self._closed = self._asleep = True
         await self._between_steps()
         self.abort()
-        self._scheduler.reset()
+        self.scheduler.reset()
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -244,11 +244,11 @@ class LocalEngine(Engine):
         """Run steps until no request is left. An error in a step fails all requests with an EngineError; later requests
         start with an empty cache."""
         over = 0  # requests that finished in the last step
-        while self._scheduler.busy and not self._paused:
-            expected = len(self._scheduler.waiting) + over
+        while self.scheduler.busy and not self._paused:
+            expected = len(self.scheduler.waiting) + over
             for _ in range(RETURN_TICKS if over else 1):
                 await asyncio.sleep(0)
-                if over and len(self._scheduler.waiting) >= expected:
+                if over and len(self.scheduler.waiting) >= expected:
                     break
             try:
                 over = await self._step()
@@ -257,7 +257,7 @@ class LocalEngine(Engine):
 
     async def _step(self) -> int:
         """Run one step; return the number of requests that finished in it."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         if self._paused or not scheduler.busy:
             return 0
         plan = scheduler.plan()
@@ -282,7 +282,7 @@ class LocalEngine(Engine):
         return len(over)
 
     def _fail(self, error: BaseException) -> None:
-        for request in self._scheduler.reset():
+        for request in self.scheduler.reset():
             if not request.future.done():
                 failure = EngineError(f"the local engine failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error

@@ -126,7 +126,7 @@ class ServerEngine(Engine):
         needs = needs_of(model, lora)
         plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster, devices, dtype)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
-        self._fleet = Fleet(
+        self.fleet = Fleet(
             self.kind, model, tokenizer, settings, plan, needs, cluster, max_batch, say or quiet, phase or quiet
         )
         self._calls: dict[str, Call] = {}
@@ -182,22 +182,22 @@ class ServerEngine(Engine):
     @property
     def max_context(self) -> int:
         """Known once `health` was awaited."""
-        return min(self._own_context, self._fleet.max_context or self._own_context)
+        return min(self._own_context, self.fleet.max_context or self._own_context)
 
     @property
     def weight_version(self) -> int:
         """The trainer's step whose weights the servers have."""
-        return self._fleet.version
+        return self.fleet.version
 
     def keep_logs(self, folder: Path) -> None:
         """Move the output of launched servers to the run's `folder`."""
-        self._fleet.keep_logs(folder)
+        self.fleet.keep_logs(folder)
 
     async def health(self) -> None:
         """Start the servers, the first time. Raises UserError when that fails, EngineError when no server is left."""
         await self._ready()
-        if not self._fleet.pool.up:
-            raise EngineError(f"no {self.kind.plan.program.title} server is left: {self._fleet.reasons()}")
+        if not self.fleet.pool.up:
+            raise EngineError(f"no {self.kind.plan.program.title} server is left: {self.fleet.reasons()}")
 
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
@@ -246,7 +246,7 @@ class ServerEngine(Engine):
             raise EngineError(f"a server tells of other experts than the model has: {error}") from error
 
     def finish(self, request_id: str) -> None:
-        self._fleet.pool.forget(request_id)
+        self.fleet.pool.forget(request_id)
 
     def abort(self, request_id: str | None = None) -> None:
         for name, call in self._calls.items():
@@ -258,11 +258,11 @@ class ServerEngine(Engine):
         over keys and values computed anew or, as `engine.args.pause` says, those of the old ones;
         where only an adapter is sent they keep the old one to their end. weights: their publisher sends them, where
         `model` is only a shape. Raises UserError when no server took them."""
-        await self._fleet.sync.use(weights.publisher if weights is not None else None)
+        await self.fleet.sync.use(weights.publisher if weights is not None else None)
         await self._ready()
         if self._asleep:
-            await self._fleet.sync.make_room()
-        await self._fleet.update(version, self._pause)
+            await self.fleet.sync.make_room()
+        await self.fleet.update(version, self._pause)
         self._asleep = False  # servers that took the weights are awake again
 
     async def sleep(self) -> None:
@@ -272,14 +272,14 @@ class ServerEngine(Engine):
             return
         await self._ready()
         self._asleep = True
-        await self._fleet.sleep()
+        await self.fleet.sleep()
 
     async def wake(self) -> None:
         """Resume after `sleep`, where no weights were sent since: servers that lost theirs stay out until an update."""
         if self._asleep:
             self._asleep = False
-            await self._fleet.sync.make_room()
-            await self._fleet.wake()
+            await self.fleet.sync.make_room()
+            await self.fleet.wake()
 
     async def close(self) -> None:
         """End running requests with finish `abort`, and launched servers."""
@@ -289,8 +289,8 @@ class ServerEngine(Engine):
             await asyncio.wait([self._starting])
         for call in self._calls.values():
             call.abort(None)
-        await self._fleet.close()
-        atexit.unregister(self._fleet.kill)
+        await self.fleet.close()
+        atexit.unregister(self.fleet.kill)
 
     async def _ready(self) -> None:
         if self._started:
@@ -298,12 +298,12 @@ class ServerEngine(Engine):
         if self._closed:
             raise EngineError("the engine is closed")
         if self._starting is None:
-            atexit.register(self._fleet.kill)
-            self._starting = asyncio.create_task(self._fleet.start())
+            atexit.register(self.fleet.kill)
+            self._starting = asyncio.create_task(self.fleet.start())
         try:
             await self._starting
         except asyncio.CancelledError:
-            await self._fleet.close()
+            await self.fleet.close()
             raise
         self._started = True
 
@@ -311,9 +311,9 @@ class ServerEngine(Engine):
         self, call: Call, prompt: IntArray, answer: Answer, sampling: Sampling, room: int, request_id: str
     ) -> GenerationFinish:
         """Sample into `answer`, on one server after another where they fail."""
-        pool, failed, failures = self._fleet.pool, None, 0
+        pool, failed, failures = self.fleet.pool, None, 0
         while True:
-            self._fleet.monitor()
+            self.fleet.monitor()
             try:
                 async with call:
                     member = await pool.take(request_id, failed)
@@ -327,7 +327,7 @@ class ServerEngine(Engine):
                 failed, failures = member, failures + 1
                 if sampling.constraint is not None:  # no server goes on in the middle of a grammar
                     answer.begin_anew()
-                await self._fleet.report_failure(member, error)
+                await self.fleet.report_failure(member, error)
                 if failures >= ATTEMPTS:
                     raise
                 if member.out is None:
@@ -354,11 +354,11 @@ class ServerEngine(Engine):
         have = sure = len(answer.ids)
         answer.experts = None
         interval = INTERVAL if answer.on_tokens is None else STREAM_INTERVAL
-        adapter, version = self._fleet.sync.adapter_of(member.url) or (None, self._fleet.version)
+        adapter, version = self.fleet.sync.adapter_of(member.url) or (None, self.fleet.version)
         body = self.kind.body(Wanted(ids, sampling, room - have, rid, adapter, interval), member.features) | seen
         if self._experts is not None:
             body |= self.kind.experts_body
-        mark, certain = self._fleet.mark, not self._fleet.paused
+        mark, certain = self.fleet.mark, not self.fleet.paused
         reader = self.kind.reader(answer, member.url, version, adapter is not None)
         end: PieceEnd | None = None
         with call.on(member, rid, adapter):
@@ -367,11 +367,11 @@ class ServerEngine(Engine):
                     async for payload in payloads:
                         member.last_seen = time.monotonic()
                         end = reader.add(payload)
-                        if certain and self._fleet.mark == mark:  # these ids are of the weights that it began with
+                        if certain and self.fleet.mark == mark:  # these ids are of the weights that it began with
                             sure = len(answer.ids)
                             answer.tell(sure)
             except TimeoutError:
-                if self._fleet.mark != mark:
+                if self.fleet.mark != mark:
                     reader.give_up(sure)
                 if call.aborted:
                     return PieceEnd.ABORT
@@ -381,7 +381,7 @@ class ServerEngine(Engine):
                     raise LostAdapterError(str(error)) from error
                 raise
             except ServerError:
-                if self._fleet.mark != mark:
+                if self.fleet.mark != mark:
                     reader.give_up(sure)
                 raise
         if end is None:
@@ -392,7 +392,7 @@ class ServerEngine(Engine):
         """Raises EngineError for a prompt that no server may be given: an id outside the vocabulary would crash it."""
         if self._closed:
             raise EngineError("the engine is closed")
-        if not self._fleet.sync.ready:
+        if not self.fleet.sync.ready:
             raise EngineError("the trainer, in other processes, has sent no weights yet")
         if request_id in self._calls:
             raise EngineError(f"request {request_id!r} is already generating: one turn at a time")

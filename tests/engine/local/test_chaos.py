@@ -67,7 +67,7 @@ async def disturb(engine: LocalEngine, rng: random.Random) -> None:
         await asyncio.sleep(0)
         match rng.randint(0, 6):
             case 0 | 1:
-                running = [r.request_id for r in engine._scheduler.requests()]
+                running = [r.request_id for r in engine.scheduler.requests()]
                 engine.abort(rng.choice(running or ["nobody"]))
             case 2 | 3:
                 await engine.update_weights(engine.weight_version + 1)
@@ -84,7 +84,7 @@ async def test_a_disturbed_crowd(
     if threads:
         monkeypatch.setattr("agentrl.engine.local.engine.INLINE_SECONDS", 0.0)
     rng = random.Random(max_batch)
-    token_bytes = LocalEngine(model, max_batch=1)._runner.token_bytes
+    token_bytes = LocalEngine(model, max_batch=1).runner.token_bytes
     engine = LocalEngine(model, max_batch=max_batch, cache_bytes=contexts * token_bytes * (CONTEXT + 1))
     prompts = [[rng.randint(4, VOCAB - 1) for _ in range(rng.randint(1, 30))] for _ in range(4)]
     trouble = asyncio.create_task(disturb(engine, random.Random(1)))
@@ -93,7 +93,7 @@ async def test_a_disturbed_crowd(
     trouble.cancel()
     await asyncio.wait([trouble])
     assert sum(checked) >= 8
-    scheduler, slots = engine._scheduler, engine._scheduler.slots
+    scheduler, slots = engine.scheduler, engine.scheduler.slots
     assert not scheduler.busy
     assert not scheduler._feeding
     assert not scheduler.streaming

@@ -33,13 +33,13 @@ def engine(model: Any) -> LocalEngine:
 def count_work(engine: LocalEngine) -> list[Work]:
     """What the model is asked to compute, step by step."""
     seen: list[Work] = []
-    forward = engine._runner.forward
+    forward = engine.runner.forward
 
     def watched(work: Work) -> torch.Tensor:
         seen.append(work)
         return forward(work)
 
-    engine._runner.forward = watched  # type: ignore[method-assign]
+    engine.runner.forward = watched  # type: ignore[method-assign]
     return seen
 
 
@@ -206,7 +206,7 @@ async def test_tokens_are_told_as_they_come_and_cost_only_those_who_ask(engine: 
     while len(told) < 10:
         await asyncio.sleep(0)
     assert [len(one) for one in told] == [1] * 10
-    assert [r.request_id for r in engine._scheduler.streaming] == ["heard"]
+    assert [r.request_id for r in engine.scheduler.streaming] == ["heard"]
     whole = await heard
     assert [i for one in told for i in one] == whole.ids
     assert len((await broken).ids) == len(problems) == 3
@@ -220,7 +220,7 @@ async def test_a_fork_begins_with_what_its_parent_has_computed(engine: LocalEngi
     stem = [*prompt, *first.ids]
     if running:
         more = asyncio.create_task(engine.generate([*stem, 5], Sampling(40, 0.0), "parent"))
-        while not engine._scheduler.slots.rows.active.any():
+        while not engine.scheduler.slots.rows.active.any():
             await asyncio.sleep(0)
     seen = count_work(engine)
     ask = Sampling(12, seed=3)
@@ -231,7 +231,7 @@ async def test_a_fork_begins_with_what_its_parent_has_computed(engine: LocalEngi
         found[name] = await engine.generate(ids, ask, name)
     fed = [(c.start, len(c.ids)) for work in seen for c in work.chunks]
     assert fed == [(40, 2) if running else (39, 3), (20, 3), (29, 1), (0, 2)]
-    assert not engine._scheduler.forks
+    assert not engine.scheduler.forks
     for name, ids in forks.items():
         fresh = await engine.generate(ids, ask, f"fresh {name}")
         assert fresh.ids == found[name].ids
@@ -242,7 +242,7 @@ async def test_a_fork_begins_with_what_its_parent_has_computed(engine: LocalEngi
 
 async def test_forks_are_forgotten_and_their_slots_are_taken_back(model: Any) -> None:
     """Idle branches take no more than the cache; one whose parent was evicted computes all of its prompt."""
-    token_bytes, context = LocalEngine(model, max_batch=1)._runner.token_bytes, 80
+    token_bytes, context = LocalEngine(model, max_batch=1).runner.token_bytes, 80
     engine = LocalEngine(model, max_batch=2, max_context=context, cache_bytes=3 * token_bytes * (context + 1))
     stem, ask = list(range(1, 31)), Sampling(30, 0.0)
     await engine.generate(stem, Sampling(2, 0.0), "0")
@@ -250,7 +250,7 @@ async def test_forks_are_forgotten_and_their_slots_are_taken_back(model: Any) ->
         engine.fork(str(i), [str(j) for j in range(i)])
         found = await engine.generate([*stem, i], ask, str(i))
         assert found.ids == (await LocalEngine(model, max_batch=2).generate([*stem, i], ask, "x")).ids
-    assert len(engine._scheduler.slots.by_id) <= 3
+    assert len(engine.scheduler.slots.by_id) <= 3
     engine.fork("never", ["5"])
     engine.finish("never")
     engine.fork("late", ["5"])
@@ -258,7 +258,7 @@ async def test_forks_are_forgotten_and_their_slots_are_taken_back(model: Any) ->
     seen = count_work(engine)
     await engine.generate([*stem, 8], Sampling(1, 0.0), "late")
     assert [c.start for work in seen for c in work.chunks] == [0]
-    assert not engine._scheduler.forks
+    assert not engine.scheduler.forks
 
 
 async def test_cancelling_frees_the_row_and_spares_the_group(model: Any) -> None:
@@ -276,7 +276,7 @@ async def test_cancelling_frees_the_row_and_spares_the_group(model: Any) -> None
     assert isinstance(results[2], Generation)
     assert results[2].ids == alone.ids
     assert not engine._requests
-    assert not engine._scheduler.busy
+    assert not engine.scheduler.busy
 
 
 async def test_cancelling_in_the_moment_of_finishing(engine: LocalEngine) -> None:
@@ -284,7 +284,7 @@ async def test_cancelling_in_the_moment_of_finishing(engine: LocalEngine) -> Non
     task = asyncio.create_task(engine.generate([1, 2], Sampling(1), "a"))
     await asyncio.sleep(0)
     engine._requests["a"].future.cancel()
-    while engine._scheduler.busy:
+    while engine.scheduler.busy:
         await engine._step()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -337,7 +337,7 @@ async def test_sleep_frees_memory_and_wake_goes_on(engine: LocalEngine) -> None:
     for _ in range(9):
         await asyncio.sleep(0)
     await engine.sleep()
-    assert not engine._runner.cache.keys  # type: ignore[attr-defined]
+    assert not engine.runner.cache.keys  # type: ignore[attr-defined]
     late = asyncio.create_task(engine.generate([1, 2], Sampling(20, 0.0), "c"))
     await asyncio.sleep(0.01)
     assert not under_way.done()
@@ -395,7 +395,7 @@ async def test_others_run_between_the_steps_of_a_small_model(engine: LocalEngine
 
 async def test_slow_steps_leave_the_event_loop_free(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take long run in a thread: the loop turns many times meanwhile, and calls in between are honoured."""
-    forward = engine._runner.forward
+    forward = engine.runner.forward
     in_thread, go_on = threading.Event(), threading.Event()
 
     def slow(work: Work) -> torch.Tensor:
@@ -405,7 +405,7 @@ async def test_slow_steps_leave_the_event_loop_free(engine: LocalEngine, monkeyp
         time.sleep(0.03)
         return forward(work)
 
-    engine._runner.forward = slow  # type: ignore[method-assign]
+    engine.runner.forward = slow  # type: ignore[method-assign]
     monkeypatch.setattr("agentrl.engine.local.engine.INLINE_SECONDS", 0.005)
     tasks = [asyncio.create_task(engine.generate([1, i], Sampling(12, 0.0), f"r{i}")) for i in range(4)]
     await eventually(in_thread.is_set)
@@ -421,7 +421,7 @@ async def test_slow_steps_leave_the_event_loop_free(engine: LocalEngine, monkeyp
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert results[1].finish is GenerationFinish.ABORT
-    engine._runner.forward = forward  # type: ignore[method-assign]
+    engine.runner.forward = forward  # type: ignore[method-assign]
     for i in (2, 3):
         assert results[i].ids == (await engine.generate([1, i], Sampling(12, 0.0), f"again{i}")).ids
     await engine.close()

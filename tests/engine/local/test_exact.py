@@ -136,8 +136,8 @@ async def crowd(model: Any, greedy: bool, groups: int = 3, samples: int = 3, **o
         for j in range(samples)
     ]
     await asyncio.gather(*work)
-    assert not engine._scheduler.busy
-    assert all(c is None for c in engine._scheduler.slots.at)
+    assert not engine.scheduler.busy
+    assert all(c is None for c in engine.scheduler.slots.at)
     return engine
 
 
@@ -146,7 +146,7 @@ async def crowd(model: Any, greedy: bool, groups: int = 3, samples: int = 3, **o
 async def test_tokens_and_logprobs_are_those_of_the_module(name: str, greedy: bool) -> None:
     make, runner = MODELS[name]
     engine = await crowd(make(), greedy, max_batch=16)
-    assert type(engine._runner) is runner
+    assert type(engine.runner) is runner
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
@@ -160,7 +160,7 @@ async def test_a_cache_too_small_for_all_evicts_and_retracts(contexts: float) ->
     token_bytes = BlockRunner(model).token_bytes
     room = int(contexts * token_bytes * 193)
     engine = await crowd(model, True, groups=4, samples=4, max_batch=16, cache_bytes=room)
-    assert engine._runner.slots * (engine._runner.columns + 1) * token_bytes <= room
+    assert engine.runner.slots * (engine.runner.columns + 1) * token_bytes <= room
 
 
 async def test_running_rows_are_retracted_when_they_outgrow_the_cache() -> None:
@@ -280,7 +280,7 @@ def test_the_shared_block_is_exact_and_differentiable(
 def test_variants_that_the_block_does_not_know_are_left_to_the_module(more: dict[str, Any], reason: str) -> None:
     model = small(LlamaConfig, LlamaForCausalLM, **more)
     assert reason in str(block.unsupported(model))
-    assert not isinstance(LocalEngine(model, max_batch=2)._runner, BlockRunner)
+    assert not isinstance(LocalEngine(model, max_batch=2).runner, BlockRunner)
 
 
 @pytest.mark.parametrize(("noise", "kind"), [(0.05, ModuleRunner), (0.5, RecomputeRunner)])

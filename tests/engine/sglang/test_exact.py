@@ -128,7 +128,7 @@ async def test_abort_keeps_every_token(engines: Any, parts: Any, monkeypatch: py
     monkeypatch.setattr("agentrl.engine.servers.pool.ABORT_SECONDS", 60.0)  # a busy machine takes its time
     prompt = prompts(tokenizer, 1)[0]
     running = [asyncio.create_task(remote.generate(prompt, Sampling(900), f"a{i}")) for i in range(4)]
-    client = remote._fleet.pool.up[0].client
+    client = remote.fleet.pool.up[0].client
     while (await client.get("/v1/loads"))["loads"][0]["num_running_reqs"] < 4:
         await asyncio.sleep(0.02)
     remote.abort("a0")

@@ -186,7 +186,7 @@ async def test_a_loop_of_ours_that_stands_still_takes_out_no_server(
     """For longer than the server may take for a sign of life after a failed request, each time that it is asked."""
     monkeypatch.setattr("agentrl.engine.servers.fleet.ALIVE_SECONDS", 1.0)
     with answering(status) as url:
-        fleet = SglangEngine(parts[0], max_batch=4, urls=url)._fleet
+        fleet = SglangEngine(parts[0], max_batch=4, urls=url).fleet
         (member,) = fleet.pool.members
         fleet.pool.let_in(member)
         checking = asyncio.create_task(fleet.report_failure(member, ServerError("it failed")))
@@ -200,7 +200,7 @@ async def test_a_loop_of_ours_that_stands_still_takes_out_no_server(
 
 async def test_connections_that_our_loop_is_late_for_are_no_faults_of_a_server(parts: Any) -> None:
     with answering(200) as url:
-        fleet = SglangEngine(parts[0], max_batch=4, urls=url)._fleet
+        fleet = SglangEngine(parts[0], max_batch=4, urls=url).fleet
         (member,) = fleet.pool.members
         fleet.pool.let_in(member)
         late = member.client._fault("/generate", aiohttp.ConnectionTimeoutError("Connection timeout to host"))

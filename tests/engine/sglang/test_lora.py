@@ -63,7 +63,7 @@ async def test_a_turn_keeps_its_adapter_and_the_next_has_the_newest(engine: Any)
     stir(model, 1)
     prompt = prompts(tiny()[1], 1)[0]
     await remote.update_weights(1)
-    old, member = copy.deepcopy(model), remote._fleet.pool.up[0]
+    old, member = copy.deepcopy(model), remote.fleet.pool.up[0]
     under_way = asyncio.create_task(remote.generate(prompt, Sampling(400, 0.0), "a"))
     while not member.last_seen or not member.calls:
         await asyncio.sleep(0.01)
@@ -100,8 +100,8 @@ async def test_a_server_that_has_lost_its_adapters_is_given_the_newest(engine: A
     stir(model, 3)
     prompt = prompts(tiny()[1], 1)[0]
     await remote.update_weights(5)
-    member = remote._fleet.pool.up[0]
-    name = remote._fleet.sync.adapter_of(member.url)[0]
+    member = remote.fleet.pool.up[0]
+    name = remote.fleet.sync.adapter_of(member.url)[0]
     await member.client.post("/unload_lora_adapter", {"lora_name": name})
     found = await remote.generate(prompt, Sampling(20, 0.0), "a")
     assert found.weight_version == 5

@@ -79,7 +79,7 @@ async def test_a_server_that_was_restarted_is_given_base_and_newest_adapter() ->
         assert first.calls["/generate"] > before
         for one in made:
             check(one, {2: model})
-        assert list(first.adapters) == [engine._fleet.sync.adapter_of(first.url)[0]]
+        assert list(first.adapters) == [engine.fleet.sync.adapter_of(first.url)[0]]
         assert second.calls["/update_weights_from_tensor"] == first.calls["/update_weights_from_tensor"] - 1
 
 

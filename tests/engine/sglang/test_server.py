@@ -221,7 +221,7 @@ def engine(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     async def start() -> None:
         await made.health()
-        await made._fleet._sessions.close()
+        await made.fleet._sessions.close()
 
     asyncio.run(start())
     yield made
@@ -231,15 +231,15 @@ def engine(sglang_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 async def launched(engine: SglangEngine, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
     """Its server, up: started anew where an earlier test has killed it. Whoever is told its URL knows its key."""
-    (server,) = engine._fleet._launched
+    (server,) = engine.fleet._launched
     before = server.url
     made = await engine.generate([5, 6, 7], Sampling(2), "up?")
     assert len(made.ids) == 2
-    assert engine._fleet._launched == [server]
-    assert before == server.url or engine._fleet.pool.members[0].url == server.url
-    monkeypatch.setenv(KEY_VARIABLE, str(engine._fleet._sessions.key))
+    assert engine.fleet._launched == [server]
+    assert before == server.url or engine.fleet.pool.members[0].url == server.url
+    monkeypatch.setenv(KEY_VARIABLE, str(engine.fleet._sessions.key))
     yield server
-    await engine._fleet._sessions.close()
+    await engine.fleet._sessions.close()
 
 
 async def test_a_server_on_a_network_answers_nobody_without_its_key(engine: SglangEngine, launched: Server) -> None:
@@ -247,7 +247,7 @@ async def test_a_server_on_a_network_answers_nobody_without_its_key(engine: Sgla
     calls = [("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}), ("/model_info", None),
              ("/update_weights_from_disk", {"model_path": "/nowhere"}), ("/pause_generation", {}),
              ("/load_lora_adapter_from_tensors", {}), ("/init_weights_update_group", {})]  # fmt: skip
-    key = engine._fleet._sessions.key
+    key = engine.fleet._sessions.key
     for tried in (None, "", key[:-1], key + "0"):
         async with aiohttp.ClientSession(headers=authorization(tried)) as session:
             for path, body in calls:
@@ -272,7 +272,7 @@ async def test_one_of_two_real_servers_is_killed_in_mid_run(
     try:
         await both.health()
         work = [asyncio.create_task(both.generate(p, greedy, f"{i}")) for i, p in enumerate(prompts)]
-        (member,) = [m for m in both._fleet.pool.members if m.url == launched.url]
+        (member,) = [m for m in both.fleet.pool.members if m.url == launched.url]
         begun = member.last_seen
         while not (member.calls and member.last_seen > begun):
             await asyncio.sleep(0.01)
@@ -300,7 +300,7 @@ async def test_two_real_servers_one_killed_in_mid_update(
 ) -> None:
     """The broadcast breaks for both; the other one gets all of it again, and serves."""
     model, last = altered(31), altered(32)
-    async with aiohttp.ClientSession(headers=authorization(engine._fleet._sessions.key)) as session:
+    async with aiohttp.ClientSession(headers=authorization(engine.fleet._sessions.key)) as session:
         servers = [SglangServer(url, session, 60.0) for url in (sglang_url, launched.url)]
         channel = WeightChannel(servers, GroupTransport(timeout=20.0, bucket_bytes=200_000))
         assert not (await channel.publish(31, ModelWeights(model))).failed

@@ -90,7 +90,7 @@ async def test_what_was_told_is_not_taken_back_when_weights_change(parts: Any, e
 
         def hear(ids: Sequence[int]) -> None:
             told.extend(ids)
-            engine._fleet._epoch += len(told) == 8
+            engine.fleet._epoch += len(told) == 8
 
         same(await engine.generate(PROMPT, GREEDY, "x", hear), expected)
     assert told == expected.ids

@@ -135,7 +135,7 @@ async def test_weights_change_in_mid_request_and_each_token_has_its_version(part
     remote = VllmEngine(model, max_batch=8, urls=(vllm_url,), say=said.append)
     try:
         await remote.health()
-        prompt, member = prompts(tokenizer, 1)[0], remote._fleet.pool.up[0]
+        prompt, member = prompts(tokenizer, 1)[0], remote.fleet.pool.up[0]
         for before in (0, 4, 8, 12):  # a quick server may have sampled all of it when the weights come
             told: list[int] = []
             running = asyncio.create_task(
@@ -214,7 +214,7 @@ async def test_adapters_sample_as_merged_weights_do(vllm_url: str) -> None:
     local = LocalEngine(model, max_batch=32)
     try:
         await remote.health()
-        member = remote._fleet.pool.up[0]
+        member = remote.fleet.pool.up[0]
         under_way = asyncio.create_task(remote.generate(ids[0], Sampling(300, temperature=0.0), "long"))
         await eventually(lambda: member.calls)
         old = copy.deepcopy(model)

@@ -51,10 +51,12 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def steady(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics without what depends on the clock, the machine or its memory: what a run that is resumed, or
-    done elsewhere, must repeat."""
+    """The numbers of a line of metrics without what depends on the clock, the machine or its memory: what a run that is
+    resumed, or done elsewhere, must repeat."""
     return {
         key: value
         for key, value in row.items()
-        if not key.startswith(("time/", "memory/")) and not key.endswith(("_per_s", "/seconds", "/tflops", "/mfu"))
+        if isinstance(value, int | float)
+        and not key.startswith(("time/", "memory/"))
+        and not key.endswith(("_per_s", "/seconds", "/tflops", "/mfu"))
     }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from paths import RECIPES
+from processes import eventually
 from sglang_adapter_help import adapted, stir
 from sglang_help import all_of, logprobs_of, prompts, tiny
 
@@ -65,8 +66,7 @@ async def test_a_turn_keeps_its_adapter_and_the_next_has_the_newest(engine: Any)
     await remote.update_weights(1)
     old, member = copy.deepcopy(model), remote.fleet.pool.up[0]
     under_way = asyncio.create_task(remote.generate(prompt, Sampling(400, 0.0), "a"))
-    while not member.last_seen or not member.calls:
-        await asyncio.sleep(0.01)
+    await eventually(lambda: member.last_seen and member.calls)
     for step in (2, 3, 4):  # also once it would be dropped by its age
         stir(model, step)
         await remote.update_weights(step)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from paths import SUPPORT
-from processes import alive, command, until
+from processes import alive, command, eventually, until
 from sglang_help import embedded_path, tiny
 from sglang_server_help import FAKE, plan, started
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
@@ -274,8 +274,7 @@ async def test_one_of_two_real_servers_is_killed_in_mid_run(
         work = [asyncio.create_task(both.generate(p, greedy, f"{i}")) for i, p in enumerate(prompts)]
         (member,) = [m for m in both.fleet.pool.members if m.url == launched.url]
         begun = member.last_seen
-        while not (member.calls and member.last_seen > begun):
-            await asyncio.sleep(0.01)
+        await eventually(lambda: member.calls and member.last_seen > begun)
         kill_schedulers(launched._tree.pid)
         made = await asyncio.gather(*work)
     finally:

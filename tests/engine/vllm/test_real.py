@@ -142,7 +142,9 @@ async def test_weights_change_in_mid_request_and_each_token_has_its_version(part
                 remote.generate(prompt, Sampling(900, temperature=0.0), f"a{before}", told.extend)
             )
             seen, after = member.last_seen, before + 3
-            await eventually(lambda seen=seen: member.calls and member.last_seen > seen)
+            await eventually(
+                lambda seen=seen, running=running: running.done() or (member.calls and member.last_seen > seen)
+            )
             model.load_state_dict(second.state_dict())
             await remote.update_weights(after)
             made = await running

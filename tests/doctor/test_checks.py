@@ -188,7 +188,7 @@ def wakes_wrong(subject: Subject, patch: Patch, folder: Path) -> None:
     async def wake(self: Any) -> None:
         with torch.no_grad():
             self._model.lm_head.weight.mul_(0.5)
-        self._runner.refresh()
+        self.runner.refresh()
         subject.player.model = intact
         await right(self)
 

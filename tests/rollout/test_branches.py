@@ -215,7 +215,7 @@ async def test_the_sub_agents_of_a_turn_run_at_the_same_time():
         assert [m["content"] for m in t.messages][2:4] == ["/1", "/2"]
     again = sub_agents(Engine(engine.script))
     await roll_out(again, [TASK], 2, seed=3)
-    assert sorted(s.seed for s in engine.samplings) == sorted(s.seed for s in again._engine.samplings)
+    assert sorted(s.seed for s in engine.samplings) == sorted(s.seed for s in again.engine.samplings)
 
 
 @pytest.mark.parametrize(("depth", "deepest"), [(1, 1), (2, 2), (3, 3)])

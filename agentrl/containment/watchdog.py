@@ -311,7 +311,9 @@ def _stopped() -> bool:
 def _kill(line: str, text: str) -> None:
     """Say what is left of the watched process's work, and kill it. text: the last that it wrote."""
     command = loads(text.split("\n", 1)[0].split(" ", 2)[2])
-    left = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout.strip() if command else ""
+    left = ""
+    with suppress(OSError, subprocess.SubprocessError):  # a disk that hangs does not keep it alive
+        left = subprocess.check_output(command, text=True, timeout=LET_GO).strip() if command else ""
     what = f"error: {line}; the process is killed" + (f"; {left}" if left else "")
     if os.getppid() != int(sys.argv[3]) or select.select([0], [], [], 0)[0]:
         return  # it has ended, or goes on, meanwhile

@@ -7,6 +7,7 @@ from math import comb
 from agentrl.plugins.types import Task
 from agentrl.rollout.compaction import COUNTS
 from agentrl.rollout.groups import Contrast, contrast
+from agentrl.secrets import without_known
 from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory, spread
 
 
@@ -162,7 +163,9 @@ def _compactions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def unknown_tools(groups: Sequence[Group]) -> str:
     """The names that were called most although no such tool is offered, at most three, each with its count."""
     uses = ((use, t.tools) for group in groups for t in group.trajectories for use in t.tool_uses)
-    names = Counter(use.name or "calls that cannot be read" for use, tools in uses if use.name not in tools)
+    names = Counter(
+        without_known(use.name) or "calls that cannot be read" for use, tools in uses if use.name not in tools
+    )
     return ", ".join(f"{name} ({count})" for name, count in names.most_common(3))
 
 

@@ -149,13 +149,16 @@ def test_two_workers_learn_what_one_process_learns(case: str, workers: WorkerGro
 def test_in_bfloat16_they_stay_within_bounds(
     model: dict[str, Any], workers: WorkerGroup, tiny: Path, tmp_path: Path
 ) -> None:
-    """Metrics within 0.05 (of 5 decimal digits, bfloat16 keeps 2 to 3); each weight within 2 ** -7,
-    the step between numbers from 1 to 2, and their mean within 2e-4. The reference is an average of float32."""
+    """Metrics within 0.05 (of 5 decimal digits, bfloat16 keeps 2 to 3); of the weights, which six updates of 1e-3 move
+    by 6e-3 at most, or by one step of bfloat16, 2 ** -7 from 1 on, the mean within 2e-4. The reference is an average of
+    float32."""
     recipe = job(tiny, model=model, algorithm={"kl_coef": 0.1, "reference": {"ema": 0.9}})
     ours, our_weights = here(recipe)
     theirs, their_weights = there(recipe, workers, tmp_path)
     same_rows(ours, theirs, 0.05)
-    same_weights(our_weights, their_weights, 2**-7)
+    for name, weights in their_weights.items():
+        largest = torch.where(weights.abs().maximum(our_weights[name].abs()) >= 1, 2**-7, 6e-3)
+        assert bool(((weights - our_weights[name]).abs() <= largest).all()), name
     apart = torch.cat([(our_weights[name].float() - w.float()).abs().flatten() for name, w in their_weights.items()])
     assert float(apart.mean()) < 2e-4
 

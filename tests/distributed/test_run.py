@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from cluster_plugins import FATES
-from train_help import metrics, records, small, steady
+from train_help import metrics, numbers, records, small
 
 import agentrl
 from agentrl.cli import main
@@ -46,7 +46,7 @@ def same(a: TrainResult, b: TrainResult) -> None:
 
 def comparable(row: dict[str, Any]) -> dict[str, Any]:
     """Without how the work was split: what a prompt shared by two workers costs is computed twice."""
-    return {name: value for name, value in steady(row).items() if name != "train/tokens"}
+    return {name: value for name, value in numbers(row).items() if name != "train/tokens"}
 
 
 def test_two_of_three_steps_on_two_workers_and_the_last_in_one_process(

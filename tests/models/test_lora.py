@@ -93,8 +93,8 @@ def test_every_forward_gives_the_modules_log_probs_and_gradients(model: Any, way
         (logprobs.square().sum() + entropies.sum()).backward()
         found[kind] = logprobs.detach(), [p.grad.clone() for p in lora.adapter_parameters(model)]
     torch.testing.assert_close(found[way][0], found[SequenceForward][0], rtol=1e-4, atol=1e-5)
-    for ours, plain in zip(found[way][1], found[SequenceForward][1], strict=True):  # sums of 800 tokens of either sign
-        torch.testing.assert_close(ours, plain, rtol=0, atol=1e-4 * float(plain.abs().max()))
+    for ours, plain in zip(found[way][1], found[SequenceForward][1], strict=True):  # rounded as the largest is
+        torch.testing.assert_close(ours, plain, rtol=1e-3, atol=max(1e-4, 1e-5 * float(plain.abs().max())))
     own = {id(p) for p in lora.adapter_parameters(model)}
     assert {id(p) for p in model.parameters() if p.grad is not None} == own
 

@@ -51,12 +51,18 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def steady(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a line of metrics without what depends on the clock, the machine or its memory: what a run that is
-    resumed, or done elsewhere, must repeat."""
+    """A line of metrics without what depends on the clock, the machine or its memory: what a run that is resumed, or
+    done elsewhere, must repeat."""
     return {
         key: value
         for key, value in row.items()
-        if isinstance(value, int | float)
-        and not key.startswith(("time/", "memory/"))
-        and not key.endswith(("_per_s", "/seconds", "/tflops", "/mfu"))
+        if not key.startswith(("time/", "memory/")) and not key.endswith(("_per_s", "/seconds", "/tflops", "/mfu"))
     }
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """What is steady of a line of metrics as numbers, which are compared nearly: a 1 for each finding of its health,
+    and no texts, in which numbers stand too."""
+    found = steady(row)
+    findings = {f"health/{finding['name']}": 1.0 for finding in found.pop("health", ())}
+    return findings | {key: value for key, value in found.items() if not isinstance(value, str)}

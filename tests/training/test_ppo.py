@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from train_help import metrics, records, small, steady
+from train_help import metrics, numbers, records, small
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 import agentrl
@@ -85,7 +85,7 @@ def test_a_resumed_run_is_the_run(run: TrainResult, classifier: str, tmp_path: P
     recipe = make_recipe(classifier, tmp_path / "run")
     half = agentrl.train(recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 1})}))
     resume_run(str(half.folder), overrides=["train.steps=2"])
-    assert steady(metrics(half.folder)[-1]) == pytest.approx(steady(metrics(run.folder)[-1]), rel=1e-4, abs=1e-5)
+    assert numbers(metrics(half.folder)[-1]) == pytest.approx(numbers(metrics(run.folder)[-1]), rel=1e-4, abs=1e-5)
 
 
 def test_an_evaluation_asks_the_reward_model_where_it_can(run: TrainResult, classifier: str, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from train_help import lines, metrics, records, small, steady
+from train_help import lines, metrics, numbers, records, small, steady
 from train_plugins import Noisy
 
 import agentrl
@@ -51,7 +51,7 @@ def same(a: TrainResult, b: TrainResult) -> None:
 
     assert a.steps == b.steps
     for ours, theirs in zip(metrics(a.folder), metrics(b.folder), strict=True):
-        assert steady(ours) == pytest.approx(steady(theirs), rel=1e-3, abs=2e-5)
+        assert numbers(ours) == pytest.approx(numbers(theirs), rel=1e-3, abs=2e-5)
     for step in range(1, a.steps + 1):
         ours, theirs = (records(r.folder, f"step_{step}") for r in (a, b))
         assert [t["messages"] for t in ours] == [t["messages"] for t in theirs]

@@ -282,7 +282,7 @@ class Bench:
 
         driver = AgentDriver(
             agent=FunctionAgent("wait", solve), gateway=gateway,
-            section=AgentSection(name="wait", max_calls=1 << 20, max_total_tokens=1 << 30),
+            section=AgentSection(name="wait", max_calls=1 << 20),
             engine=Instant(), chat=Words(), environment=Talk(), tools=(), limits=LIMITS,
         )  # fmt: skip
         work = [asyncio.create_task(driver.drive(driver.request(Task(str(i), {}), 0))) for i in range(rollouts)]

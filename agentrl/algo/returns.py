@@ -16,33 +16,47 @@ from agentrl.recipe.sections.algorithm import AlgorithmSection
 _TINY = 1e-8  # added to a sum that may be 0
 
 
+class DiscountArgs(BaseModel):
+    """Arguments of `reinforce_plus_plus` and `turn`."""
+
+    model_config = ConfigDict(extra="forbid")
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount for each sampled token (gae, reinforce_plus_plus), or for each turn (turn)."""
+
+
+class GaeArgs(DiscountArgs):
+    """Arguments of `gae`, and of what weighs its advantages (`pf_ppo_best_worst`, `pf_ppo_best_random`)."""
+
+    lam: float = Field(1.0, ge=0, le=1)
+    """Lambda: 1 takes returns as they come, 0 relies on the critic."""
+
+
 @advantages.register("gae", needs_values=True)
-def gae(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+def gae(samples: Samples, config: AlgorithmSection, args: GaeArgs) -> TokenAdvantages:
     """Generalized advantage estimation with a critic's values, one per token, whitened over the step.
 
     arXiv:1506.02438, equations 11, 12 and 16: d_t = r_t + gamma V_t+1 - V_t, A_t = sum over l of (gamma lam)^l d_t+l,
     where V after the last token is 0. The returns are A_t + V_t before whitening. Then A is centred over all tokens of
-    the step and divided by its standard deviation. Reads algorithm.gamma and lam. Raises ValueError without
-    `Samples.values`.
+    the step and divided by its standard deviation. Raises ValueError without `Samples.values`.
     """
     rewards, values = _token_rewards(samples), samples.values
     if values is None:
         raise ValueError("gae needs the critic's values")
     values = values.double()
-    errors = rewards + config.gamma * _following(values, samples.lengths) - values
-    found = discounted(errors, samples.lengths, config.gamma * config.lam)
+    errors = rewards + args.gamma * _following(values, samples.lengths) - values
+    found = discounted(errors, samples.lengths, args.gamma * args.lam)
     return TokenAdvantages(whitened(found).float(), (found + values).float())
 
 
 @advantages.register("reinforce_plus_plus")
-def reinforce_plus_plus(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+def reinforce_plus_plus(samples: Samples, config: AlgorithmSection, args: DiscountArgs) -> TokenAdvantages:
     """Discounted reward-to-go, one per token, whitened over the step, without a critic or a comparison within a task.
 
     REINFORCE++ (arXiv:2501.03262), global advantage normalization: A_t = sum over l of gamma^l r_t+l, centred over all
     tokens of the step and divided by their standard deviation. The paper subtracts a KL to the reference from the
-    reward of each token (`kl_in: reward`); a separate loss term works too. Reads algorithm.gamma.
+    reward of each token (`kl_in: reward`); a separate loss term works too.
     """
-    found = discounted(_token_rewards(samples), samples.lengths, config.gamma)
+    found = discounted(_token_rewards(samples), samples.lengths, args.gamma)
     return TokenAdvantages(whitened(found).float())
 
 
@@ -60,7 +74,7 @@ def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> 
 
 
 @advantages.register("turn", needs_turns=True)
-def turn(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+def turn(samples: Samples, config: AlgorithmSection, args: DiscountArgs) -> TokenAdvantages:
     """Rewards from a turn on, minus those of the other samples of the task that reached that turn: one per token.
 
     A_ik = G_ik - mean over j != i of G_jk, over the samples j of the task that have a turn k; the mean is 0 where there
@@ -71,12 +85,12 @@ def turn(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
     on other samples alone (which of them reached turn k included), so it is independent of what sample i did, and the
     expectation of its product with the gradient of log pi of a turn is 0; G_ik holds all that a turn can still change.
     A mean over all samples that reached turn k, i included, is biased: how many there are depends on what i did. So are
-    deviations, and weights by numbers of turns or tokens: use `aggregation: constant` or `sequence_sum`. Reads
-    algorithm.gamma. Raises ValueError without `Samples.turns`.
+    deviations, and weights by numbers of turns or tokens: use `aggregation: constant` or `sequence_sum`. Raises
+    ValueError without `Samples.turns`.
     """
     if samples.turns is None:
         raise ValueError("turn needs the numbers of the turns")
-    cell, to_go, reached = _returns_by_turn(samples, config.gamma)
+    cell, to_go, reached = _returns_by_turn(samples, args.gamma)
     task = torch.unique(samples.groups, return_inverse=True)[1]
     total = torch.zeros_like(to_go)
     earned_by_others = total.index_add(0, task, to_go)[task] - to_go
@@ -210,7 +224,7 @@ def _token_rewards(samples: Samples) -> Tensor:
 
 
 @advantages.register("pf_ppo_best_worst", needs_values=True)
-def pf_ppo_best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+def pf_ppo_best_worst(samples: Samples, config: AlgorithmSection, args: GaeArgs) -> TokenAdvantages:
     """PF-PPO with the policy BW: `gae` with half of a task's weight on its best sample and half on its worst.
 
     PF-PPO (arXiv:2409.06957) ranks the N samples of a task by reward, since rewards in the middle are unreliable, draws
@@ -220,17 +234,18 @@ def pf_ppo_best_worst(samples: Samples, config: AlgorithmSection) -> TokenAdvant
     """
     groups, rewards = Groups(samples.groups), earned(samples)
     best, worst = rewards == groups.best(rewards), rewards == -groups.best(-rewards)
-    return _weighted(samples, config, (_share(groups, best) + _share(groups, worst)) / 2)
+    return _weighted(samples, config, args, (_share(groups, best) + _share(groups, worst)) / 2)
 
 
 @advantages.register("pf_ppo_best_random", needs_values=True)
-def pf_ppo_best_random(samples: Samples, config: AlgorithmSection) -> TokenAdvantages:
+def pf_ppo_best_random(samples: Samples, config: AlgorithmSection, args: GaeArgs) -> TokenAdvantages:
     """PF-PPO with the policy BR (see `pf_ppo_best_worst`): `gae` with half of a task's weight on its best sample and
     half spread over the others."""
     groups, rewards = Groups(samples.groups), earned(samples)
     best = rewards == groups.best(rewards)
     all_equal = groups.total(best.double()) == groups.count
-    return _weighted(samples, config, torch.where(all_equal, 1.0, (_share(groups, best) + _share(groups, ~best)) / 2))
+    weights = torch.where(all_equal, 1.0, (_share(groups, best) + _share(groups, ~best)) / 2)
+    return _weighted(samples, config, args, weights)
 
 
 def _share(groups: Groups, chosen: Tensor) -> Tensor:
@@ -239,8 +254,8 @@ def _share(groups: Groups, chosen: Tensor) -> Tensor:
     return chosen * groups.count / groups.total(chosen).clamp(min=1)
 
 
-def _weighted(samples: Samples, config: AlgorithmSection, weights: Tensor) -> TokenAdvantages:
+def _weighted(samples: Samples, config: AlgorithmSection, args: GaeArgs, weights: Tensor) -> TokenAdvantages:
     """The advantages of `gae` times `weights`, float64 [S]: N x w, whose mean over a task is 1."""
-    found = gae(samples, config)
+    found = gae(samples, config, args)
     each = torch.repeat_interleave(weights, samples.lengths)
     return TokenAdvantages((found.advantages.double() * each).float(), found.returns)

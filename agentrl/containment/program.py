@@ -73,13 +73,11 @@ class ProgramSandbox:
         not show the program."""
         for folder in folders:
             if not (os.path.isabs(folder) and os.path.isdir(folder)):
-                raise UserError(f"agent.sandbox_folders: {folder} is no folder; give absolute paths")
+                raise UserError(f"agent.sandbox: {folder} is no folder; give absolute paths")
         file = shutil.which(program)
         real = os.path.realpath(file) if file is not None else program
         if not any(Path(real).is_relative_to(os.path.realpath(shown)) for shown in _shown(folders)):
-            raise UserError(
-                f"agent.sandbox_folders: the sandbox does not show {real}: add the folder that it is installed in"
-            )
+            raise UserError(f"agent.sandbox: the sandbox does not show {real}: add the folder that it is installed in")
         if shutil.which("bwrap") is None:
             raise UserError("agent.sandbox: bubblewrap is not installed (apt-get install bubblewrap)")
         compile_modules(INSIDE)

@@ -261,8 +261,8 @@ class RayRoles:
         self.pools = {role: group.name for role, group in self._groups.items()}
         self.teachers = {
             part: RemoteTeacher(self._groups["actor"], part)
-            for part, teacher in enumerate(recipe.teachers)
-            if teacher is not None and teacher.path is not None
+            for part, teacher in enumerate(recipe.part_teachers)
+            if teacher is not None and not teacher.served
         }
         """Teachers on the actor's workers, by the index of their environment in `env.mix`."""
         groups = list(dict.fromkeys(self._groups.values()))

@@ -269,8 +269,8 @@ def sandbox(subject: Subject) -> str:
     machine's settings; a program that is an agent runs in that of `agent.sandbox`."""
     section = next((tool for tool in subject.recipe.tools if tool.name == TOOL), None)
     agent = subject.recipe.agent
-    if agent is not None and agent.sandbox and agent.command:
-        ProgramSandbox.tried(agent.command[0], agent.sandbox_folders)
+    if agent is not None and agent.sandbox is not None and agent.command:
+        ProgramSandbox.tried(agent.command[0], agent.sandbox)
     if section is None and shutil.which("bwrap") is None:
         raise NotHereError("bubblewrap is not installed, and no tool of the recipe asks for it")
     tool = make_tool(section or ToolSection(name=TOOL))

@@ -47,7 +47,7 @@ class HeldOut:
         for split in dict.fromkeys((*splits, *((choosing,) if choosing is not None else ()))):
             every = tasks_of(player.env, split)
             wanted = [every[i] for i in range(min(recipe.eval.tasks, len(every)))]
-            lengths = await player.measure(wanted, recipe.eval.max_tokens)
+            lengths = await player.measure(wanted, recipe.eval.rollout.get("max_tokens"))
             fit = lengths.fitting
             said = await asyncio.gather(*(player.unseen(wanted[i]) for i in fit))
             late = {i: f"{wanted[i].id}: {why}" for i, why in zip(fit, said, strict=True) if why is not None}
@@ -55,7 +55,7 @@ class HeldOut:
             if line := lengths.report(split):
                 notes.append(line)
             chosen[split] = [wanted[i] for i in lengths.fitting]
-        return cls(player, chosen, recipe.eval.samples, sampling_of(recipe), tuple(splits), choosing), notes
+        return cls(player, chosen, recipe.eval.samples, recipe.eval.rollout, tuple(splits), choosing), notes
 
     async def play(
         self, split: str, on_group: Callable[[Group], None] | None = None, after: int = 0
@@ -104,13 +104,3 @@ def solved_by(env: Environment, trajectory: Trajectory) -> bool:
     if not isinstance(found, bool | np.bool_):
         raise UserError(f"{owner} gave {type(found).__name__}, not True or False")
     return bool(found)
-
-
-SAMPLING = ("temperature", "top_p", "top_k", "max_turns", "max_turn_tokens", "max_tokens")
-"""Keys of `rollout` that `eval` may replace."""
-
-
-def sampling_of(recipe: Recipe) -> dict[str, Json]:
-    """The keys of SAMPLING whose value `eval` replaces, and that value."""
-    given = {name: getattr(recipe.eval, name) for name in SAMPLING}
-    return {name: value for name, value in given.items() if value is not None}

@@ -103,7 +103,7 @@ class RewardTrainer:
         self.forward = kind(model)
         self._pad = padding_of(model.config)
         train = recipe.train
-        self.optimizer = Optimizer(model.parameters(), train.betas, section.weight_decay, train.max_grad_norm)
+        self.optimizer = Optimizer(model.parameters(), train.betas, train.weight_decay, train.max_grad_norm)
 
     def scores(self, pairs: Sequence[Pair]) -> Tensor:
         """The scores of the chosen and the rejected conversation of each pair, float32 [pairs, 2], with
@@ -155,7 +155,7 @@ class RewardTrainer:
         self, pairs: Sequence[Pair], held: Sequence[Pair], journal: Callable[[Metrics], object], console: Console
     ) -> Metrics:
         """Learn from the pairs. journal: called once a step with its metrics. Returns the last."""
-        section = self.section
+        section, every = self.section, self.recipe.eval.every
         total = section.epochs * ceil(len(pairs) / section.batch)
         metrics = self._measured({"step": 0}, held)
         if held:
@@ -167,10 +167,10 @@ class RewardTrainer:
         ) as progress:  # fmt: skip
             bar = progress.add_task("", total=total, said=_said(metrics))
             for step, batch in enumerate(self._batches(pairs), 1):
-                rate = learning_rate(step - 1, total, section.lr, "cosine", section.warmup_steps)
+                rate = learning_rate(step - 1, total, section.lr, "cosine", self.recipe.train.warmup_steps)
                 metrics = {"step": step, **_named("train", self.gradient(batch)), "train/lr": rate}
                 metrics["train/grad_norm"] = self.optimizer.step(rate)
-                if step == total or (section.eval_every and step % section.eval_every == 0):
+                if step == total or (every and step % every == 0):
                     metrics = self._measured(metrics, held)
                 journal(metrics)
                 progress.update(bar, advance=1, said=_said(metrics))

@@ -143,8 +143,8 @@ def _resolved(recipe: Recipe) -> Recipe:
         raise UserError("the recipe has no `sft` section: nothing says what to learn from")
     if section.new_model is not None and recipe.model.lora is not None:
         raise UserError("model.lora adapts a model that exists, sft.new_model makes one: choose one")
-    if recipe.cluster.used and any(stage.optimizer == "muon" for stage in section.stages):
-        raise UserError("sft.stages: muon trains in one process: choose adamw, or leave out the cluster's workers")
+    if recipe.cluster.used and any(stage.muon_lr is not None for stage in section.stages):
+        raise UserError("sft.stages: Muon trains in one process: leave out muon_lr, or leave out the cluster's workers")
     if section.accuracy is None:
         measured = section.source is not None and "env" in recipe.model_fields_set
         recipe = recipe.changed(sft={"accuracy": measured})

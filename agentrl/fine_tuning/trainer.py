@@ -27,6 +27,7 @@ from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import AlgorithmSection, LossSection
 from agentrl.recipe.sections.env import EnvSection, RewardsSection
+from agentrl.recipe.sections.section import steps_of
 from agentrl.recipe.sections.sft import SftStage
 from agentrl.rollout.metrics import reward_metrics
 from agentrl.training.display import Display, sparkline
@@ -52,7 +53,7 @@ class Stage(SftStage):
 
     steps: int
     lr: float
-    warmup_steps: int
+    warmup: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Course:
             steps = stage.steps or passed
             warmup = WARMUP if conversations is None else steps // 10
             known = {"steps": steps, "lr": stage.lr or rate}
-            known["warmup_steps"] = warmup if stage.warmup_steps is None else stage.warmup_steps
+            known["warmup"] = warmup if stage.warmup is None else steps_of(stage.warmup, steps)
             stages.append(Stage(**{**stage.model_dump(), **known}))
         return cls(tuple(stages))
 
@@ -119,7 +120,7 @@ class SftLearner(Learner):
         if number == self._stage:
             return
         stage, self._stage = self.course.stages[number], number
-        self.actor.begin_stage(stage.weight_decay, stage.muon_lr / stage.lr if stage.optimizer == "muon" else None)
+        self.actor.begin_stage(stage.weight_decay, None if stage.muon_lr is None else stage.muon_lr / stage.lr)
 
     def learn(self, groups: Sequence[Group]) -> dict[str, float]:
         """Make one update on the conversations of `groups`; return its metrics, train/...
@@ -131,7 +132,7 @@ class SftLearner(Learner):
         trajectories = [t for group in groups for t in group.trajectories]
         batch = Batch.from_trajectories(trajectories, [0] * len(trajectories))
         batch = batch.with_tokens(advantages=batch.tokens["loss_mask"].astype(np.float32))
-        rate = learning_rate(at, stage.steps, stage.lr, stage.schedule, stage.warmup_steps, stage.min_lr_ratio)
+        rate = learning_rate(at, stage.steps, stage.lr, stage.schedule, int(stage.warmup), stage.min_lr_ratio)
         metrics = MicroBatchMetrics(rate)
         logprobs = self._update_actor(batch, rate, metrics)
         self.steps += 1

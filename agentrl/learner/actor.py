@@ -54,7 +54,7 @@ class TrainedRole(ABC):
         self.optimizer: Optimizer | MuonAdamW = self._adamw(recipe.train.weight_decay)
 
     def _adamw(self, weight_decay: float) -> Optimizer:
-        train, offload = self.recipe.train, self.recipe.cluster.offload.optimizer
+        train, offload = self.recipe.train, "optimizer" in self.recipe.cluster.offload
         return Optimizer(self.model.named_parameters(), train.betas, weight_decay, train.max_grad_norm, offload)
 
     @property
@@ -104,7 +104,10 @@ class Actor(TrainedRole):
     ) -> None:
         if forward is None:
             forward, description = choose(
-                model.eval(), computed_in(recipe.model), recipe.model.checkpointing, recipe.cluster.offload.activations
+                model.eval(),
+                computed_in(recipe.model),
+                recipe.model.checkpointing,
+                "activations" in recipe.cluster.offload,
             )
         super().__init__(recipe, model, ranks)
         self.forward, self.description = forward, description

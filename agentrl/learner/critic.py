@@ -94,4 +94,4 @@ def load_critic(recipe: Recipe) -> tuple[ValueForward, str]:
     """
     section = critic_model(recipe)
     model = load_model(section, recipe.train.seed, headless=True)[0]
-    return value_forward(model, computed_in(section), section.checkpointing, recipe.cluster.offload.activations)
+    return value_forward(model, computed_in(section), section.checkpointing, "activations" in recipe.cluster.offload)

@@ -291,7 +291,7 @@ class Learner:
     def _rate(self, peak: float) -> float:
         train = self.recipe.train
         return learning_rate(
-            self.steps, train.steps, peak, train.schedule, train.warmup, train.min_lr_ratio, train.cycles
+            self.steps, train.steps, peak, train.schedule, train.warmup_steps, train.min_lr_ratio, train.cycles
         )
 
     def _useful(self, batch: Batch) -> Bools:

@@ -125,8 +125,8 @@ def local_teachers(recipe: Recipe, make: Callable[[TeacherSection], Teacher]) ->
     """The recipe's teachers in the trainer's processes, by the index of their environment; each is made once."""
     made: list[tuple[TeacherSection, Teacher]] = []
     found: dict[int, Teacher] = {}
-    for part, section in enumerate(recipe.teachers):
-        if section is None or section.path is None:
+    for part, section in enumerate(recipe.part_teachers):
+        if section is None or section.served:
             continue
         known = next((teacher for other, teacher in made if other == section), None)
         found[part] = known or make(section)
@@ -141,8 +141,8 @@ def compared_whole(teachers: Mapping[int, Teacher]) -> dict[int, Teacher]:
 
 def check_teachers(recipe: Recipe) -> None:
     """Compare the tokenizers of local teachers with the policy's. Raises UserError: another one; it cannot be read."""
-    for section in recipe.teachers:
-        if section is None or section.path in (None, POLICY, recipe.model.path):
+    for section in recipe.part_teachers:
+        if section is None or section.served or section.path in (POLICY, recipe.model.path):
             continue
         with _of_teacher():
             theirs = load_tokenizer(teacher_model(section, recipe)).get_vocab()
@@ -176,7 +176,7 @@ class Guide:
             return batch
         size = int(batch.offsets[-1])
         columns: dict[str, Array] = {"teacher_logprobs": np.zeros(size, np.float32)}
-        for part, section in enumerate(self.recipe.teachers):
+        for part, section in enumerate(self.recipe.part_teachers):
             rows = np.flatnonzero(chosen & (batch.samples["part"] == part))
             if section is None or not len(rows) or section.compared == "full":
                 continue

@@ -50,13 +50,13 @@ class TeacherServer:
     """Asks the server of `section`. tokenizer: the policy's."""
 
     def __init__(self, section: TeacherSection, tokenizer: "PreTrainedTokenizerBase") -> None:
-        if section.url is None:
+        if not section.served:
             raise ValueError("the teacher is not a server")
         key = None
         if section.key_from is not None and not (key := os.environ.get(section.key_from)):
             raise UserError(f"teacher.key_from: the environment variable {section.key_from} is not set")
         self.section, self._tokenizer, self._sessions = section, tokenizer, Sessions(key)
-        self._client = Client(section.url.rstrip("/").removesuffix("/v1"), self._sessions)
+        self._client = Client(section.path.rstrip("/").removesuffix("/v1"), self._sessions)
         self._kind: str = "" if section.kind == "auto" else section.kind
         self._model = section.model
         self._checked = False
@@ -104,7 +104,7 @@ class TeacherServer:
             told = await self._told(ids, first, k)
         chosen = [told.logprobs[place - first] for place in places.tolist()]
         if None in chosen:
-            raise RefusedError(f"{self.section.url}: it gives no log-prob of some tokens of a prompt of {len(ids)}")
+            raise RefusedError(f"{self.section.path}: it gives no log-prob of some tokens of a prompt of {len(ids)}")
         found: dict[str, Array] = {"teacher_logprobs": np.maximum(np.array(chosen, np.float32), LEAST)}
         if k:
             likeliest = [_first(told.top[place - first], k) for place in places.tolist()]
@@ -130,12 +130,12 @@ class TeacherServer:
         if wrong:
             index, text = wrong[0]
             raise UserError(
-                f"teacher: {self.section.url} has another tokenizer: token {index} is {text!r} there and "
+                f"teacher: {self.section.path} has another tokenizer: token {index} is {text!r} there and "
                 f"{self._tokenizer.decode([index])!r} here; choose a teacher of the same family"
             )
         if not theirs:
             raise UserError(
-                f"teacher: {self.section.url} does not say what its tokens mean, so its tokenizer cannot be compared"
+                f"teacher: {self.section.path} does not say what its tokens mean, so its tokenizer cannot be compared"
             )
         self._checked = True
 
@@ -181,13 +181,14 @@ class TeacherServer:
             told = read(answer, ids, first)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise RefusedError(
-                f"{self.section.url}: its answer holds no log-probs of the prompt ({type(error).__name__}: {error}); "
+                f"{self.section.path}: its answer holds no log-probs of the prompt ({type(error).__name__}: {error}); "
                 "teacher.kind says what it speaks"
             ) from error
         wanted = list(ids[first:])
         if len(told.logprobs) != len(wanted) or (told.ids and list(told.ids) != wanted):
             raise RefusedError(
-                f"{self.section.url}: it gives log-probs of {len(told.logprobs)} tokens for {len(wanted)} of the prompt"
+                f"{self.section.path}: it gives log-probs of {len(told.logprobs)} tokens for the {len(wanted)} of the "
+                "prompt"
             )
         return told
 

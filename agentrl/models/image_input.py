@@ -111,9 +111,9 @@ def limit_images(recipe: Recipe) -> None:
 
 def check_sight(recipe: Recipe) -> None:
     """Raise UserError for what a model that sees cannot be trained with."""
-    teachers = [teacher for teacher in recipe.teachers if teacher is not None]
-    if any(teacher.url is not None for teacher in teachers):
-        raise UserError("teacher.url: a server is not yet sent images: name a `path`")
+    teachers = [teacher for teacher in recipe.part_teachers if teacher is not None]
+    if any(teacher.served for teacher in teachers):
+        raise UserError("teacher.path: a server is not yet sent images: name a model to load here")
     if recipe.algorithm.routing_replay and recipe.engine.name != "local":
         raise UserError("algorithm.routing_replay: of a model that sees only the engine local records experts")
 

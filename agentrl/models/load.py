@@ -177,7 +177,7 @@ def _give_sight(section: ModelSection, model: "PreTrainedModel", tokenizer: "Pre
 
 def check_roles(recipe: Recipe, ours: ImageInput) -> None:
     """Raise UserError: the critic or a teacher of a policy that sees does not see as it does."""
-    teachers = [("teacher.path", teacher.path) for teacher in recipe.teachers if teacher is not None]
+    teachers = [("teacher.path", t.path) for t in recipe.part_teachers if t is not None and not t.served]
     critic = recipe.critic.path if recipe.critic is not None else None
     for key, path in [("critic.path", critic), *teachers]:
         if path is not None and path not in ("policy", recipe.model.path):

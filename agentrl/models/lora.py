@@ -45,7 +45,7 @@ def add_adapter(model: "PreTrainedModel", section: LoraSection, base: str, seed:
         r=section.rank,
         lora_alpha=section.alpha,
         lora_dropout=section.dropout,
-        target_modules=target_names(model, section.targets, section.exclude, section.vision),
+        target_modules=target_names(model, section.layers, section.exclude, section.vision),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
     )
@@ -66,7 +66,7 @@ def target_names(
     of `exclude` stands in it between dots. vision: also those of the vision tower."""
     head, seeing = model.get_output_embeddings(), towers(model)
     if vision and not seeing:
-        raise UserError(f"model.lora.vision: {type(model).__name__} has no vision tower: leave it out")
+        raise UserError(f"model.lora.targets: vision: {type(model).__name__} has no vision tower: leave it out")
     tower = {id(module) for each in seeing for module in each.modules()} if not vision else set()
     linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and module is not head]
     linear = [name for name in linear if id(model.get_submodule(name)) not in tower]
@@ -81,7 +81,7 @@ def target_names(
         raise UserError(
             f"model.lora.targets: {type(model).__name__} has no linear layer {missing!r} that can take an adapter"
             f"{nearest(missing, known)}; it has {', '.join(known)}"
-            f"{', and those of its vision tower by model.lora.vision=true' if tower else ''}"
+            f"{', and those of its vision tower by vision' if tower else ''}"
         )
     chosen = {name for names in found.values() for name in names}
     without = {part: {name for name in chosen if f".{part}." in f".{name}."} for part in exclude}

@@ -72,9 +72,9 @@ class Setting:
             shard=(cluster.shard if actor else 0) or workers,
             sequence=cluster.sequence_parallel if actor else 1,
             tokens=recipe.train.micro_batch_tokens,
-            offload=cluster.offload.parameters,
-            optimizer=cluster.offload.optimizer,
-            host_activations=cluster.offload.activations,
+            offload="parameters" in cluster.offload,
+            optimizer="optimizer" in cluster.offload,
+            host_activations="activations" in cluster.offload,
             checkpointing=recipe.model.checkpointing,
             averaged=recipe.algorithm.reference is not None and recipe.algorithm.reference.ema is not None,
             rows=GPU_LOGIT_ROWS if on_gpu(recipe) else LOGIT_ROWS,
@@ -214,10 +214,10 @@ def _plan_roles(recipe: Recipe, roles: Collection[str], setting: Setting) -> Mem
     for role, path in own.items():
         section = recipe.model.model_copy(update={"path": path})
         shapes[role] = read_shape(section) if path is not None and role in roles else None
-    paths = {teacher.path for teacher in recipe.teachers if teacher is not None} - {None, "policy"}
-    teachers = [
-        read_shape(recipe.model.model_copy(update={"path": path, "lora": None})) for path in sorted(paths, key=str)
-    ]
+    paths = {teacher.path for teacher in recipe.part_teachers if teacher is not None and not teacher.served} - {
+        "policy"
+    }
+    teachers = [read_shape(recipe.model.model_copy(update={"path": path, "lora": None})) for path in sorted(paths)]
     known = [teacher for teacher in teachers if teacher is not None]
     return plan(shape, setting, roles, shapes["critic"], shapes["reward_model"], known)
 

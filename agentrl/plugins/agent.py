@@ -293,9 +293,9 @@ def make_agent(section: AgentSection) -> Agent:
             raise UserError("agent.processes: a program has a process of its own already; leave it out")
         if shutil.which(section.command[0]) is None:
             raise UserError(f"agent.command: there is no program {section.command[0]!r} on the PATH")
-        sandbox = ProgramSandbox.tried(section.command[0], section.sandbox_folders) if section.sandbox else None
+        sandbox = ProgramSandbox.tried(section.command[0], section.sandbox) if section.sandbox is not None else None
         return ProgramAgent(section.command, sandbox=sandbox)
-    if section.sandbox:
+    if section.sandbox is not None:
         raise UserError("agent.sandbox: is for programs: give `command`")
     if not section.name:
         raise UserError("agent: needs `name` (an installed agent, or module:attribute) or `command` (a program)")

@@ -12,7 +12,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -20,6 +20,7 @@ from agentrl.errors import UserError
 from agentrl.jsonable import Json
 
 Key = tuple[str | int, ...]
+Value = TypeVar("Value")
 TAG = "tag:yaml.org,2002:"
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 GIVEN = "AGENTRL_SECRET_"
@@ -130,6 +131,12 @@ def dump(value: object) -> str:
     """YAML that `read_document` reads back to an equal value, whatever the environment holds; a Reference in
     `value` is written as the reference that it is."""
     return yaml.dump(_escaped(value), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def move(table: dict[Key, Value], source: Key, target: Key) -> None:
+    """Give what a table holds of a key, and of what lies below it, another key."""
+    for key in [key for key in table if key[: len(source)] == source]:
+        table[(*target, *key[len(source) :])] = table.pop(key)
 
 
 def describe(value: object) -> str:

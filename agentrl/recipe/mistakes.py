@@ -3,14 +3,16 @@
 import difflib
 import types
 import typing
+from collections.abc import Iterator
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, RootModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agentrl.errors import nearest
 from agentrl.jsonable import Json
 from agentrl.recipe.document import Document, Key, describe, dotted
+from agentrl.recipe.previous import now_written
 
 _EXPECTED = {
     "int": "a whole number",
@@ -22,15 +24,6 @@ _EXPECTED = {
     "dict": "a mapping",
     "model": "a mapping of keys",
 }
-_GONE: dict[Key, str] = {
-    ("agent", "train_auxiliary"): (
-        "is now `agent.train`: every answer that somebody received is trained (`all`); `tools` leaves out those of "
-        "calls without tools"
-    ),
-    ("algorithm", "normalize_std"): (
-        "was removed: for false write `algorithm.advantage: dr_grpo` (in place of grpo), for true leave it out"
-    ),
-}
 _LIMITS = {
     "greater_than": ("gt", "more than"),
     "greater_than_equal": ("ge", "at least"),
@@ -41,12 +34,25 @@ _LIMITS = {
 
 def explain(error: ValidationError, document: Document, file: str, model: type[BaseModel]) -> str:
     """The first mistake (unknown keys before all else) and how many more there are."""
-    errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-    first, key = errors[0], tuple(errors[0]["loc"])
+    errors = sorted(_errors(error), key=lambda e: e["type"] != "extra_forbidden")
+    first = errors[0]
+    key = tuple(part for part in first["loc"] if part != "[key]")
     reference = document.references.get(key)  # whose value may be a secret
     given = f"what {reference.variables} holds" if reference else describe(first["input"])
     line = f"{_origin(document, key, file)}: " + (f"{dotted(key)}: " if key else "") + _what(first, key, given, model)
     return line + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
+
+
+def _errors(error: ValidationError) -> Iterator[ErrorDetails]:
+    """Yield the mistakes; those of a mapping that was checked as another section by their keys below it."""
+    for mistake in error.errors():
+        inner = mistake.get("ctx", {}).get("error")
+        if isinstance(inner, ValidationError):
+            for below in _errors(inner):
+                below["loc"] = (*mistake["loc"], *below["loc"])
+                yield below
+        else:
+            yield mistake
 
 
 def known_fields(model: type[BaseModel], lists: bool = False, prefix: str = "") -> dict[str, FieldInfo]:
@@ -73,7 +79,7 @@ def _what(error: ErrorDetails, key: Key, given: str, model: type[BaseModel]) -> 
     """What is wrong. given: the value, in words."""
     kind = error["type"]
     if kind == "extra_forbidden":
-        return _GONE.get(key) or "unknown key" + _nearest_key(key, model)
+        return now_written(key) or "unknown key" + _nearest_key(key, model)
     if kind == "missing":
         return "is missing"
     if kind == "value_error":
@@ -112,14 +118,16 @@ def _nearest_key(key: Key, root: type[BaseModel]) -> str:
 def _model_at(model: type[BaseModel], key: Key) -> type[BaseModel]:
     for part in key:
         if isinstance(part, str) and part in model.model_fields:
-            model = section_of(model.model_fields[part].annotation, lists=True) or model
+            annotation = model.model_fields[part].annotation
+            entry = typing.get_args(annotation)[1] if typing.get_origin(annotation) is dict else annotation
+            model = section_of(entry, lists=True) or model
     return model
 
 
 def section_of(annotation: object, lists: bool = False) -> type[BaseModel] | None:
     """The section class in `Section` and `Section | None`; with `lists`, in `tuple[Section, ...]` too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
+        return None if issubclass(annotation, RootModel) else annotation
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType, typing.Annotated) or (lists and origin is tuple):
         for inner in typing.get_args(annotation):

@@ -67,7 +67,7 @@ PRESETS = {
     ),
     "ppo": Preset(
         "arXiv:1707.06347 with GAE; needs `critic: {}` beside it",
-        {"advantage": "gae", "loss": "ppo_clip", "gamma": 1.0, "lam": 0.95} | _SYMMETRIC,
+        {"advantage": {"name": "gae", "args": {"lam": 0.95}}, "loss": "ppo_clip"} | _SYMMETRIC,
     ),
     "opd": Preset(
         "on-policy distillation, arXiv:2306.13649 at lambda 1 with the reverse KL of arXiv:2306.08543: no reward is "

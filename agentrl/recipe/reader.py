@@ -22,8 +22,9 @@ from pydantic import BaseModel, ValidationError
 
 from agentrl.errors import UserError, nearest
 from agentrl.jsonable import Json
-from agentrl.recipe.document import GIVEN, Document, Key, Reference, describe, dotted, read_document, read_file
+from agentrl.recipe.document import GIVEN, Document, Key, Reference, describe, dotted, move, read_document, read_file
 from agentrl.recipe.mistakes import explain
+from agentrl.recipe.previous import modernize
 from agentrl.recipe.secrets import masked, secret_values
 from agentrl.recipe.shipped import shipped_recipes
 from agentrl.secrets import remember
@@ -40,6 +41,7 @@ SHORT: dict[Key, str] = {
     ("algorithm", "advantage"): "name",
     ("algorithm", "loss"): "name",
     ("agent",): "name",
+    ("teacher",): "path",
 }
 """Section for which a text may stand -> the key that the text then is."""
 COMMAND_LINE = "command line"
@@ -100,6 +102,8 @@ def _extended(path: Path, seen: tuple[Path, ...]) -> Document:
         raise UserError(f"{path}: extends: files extend each other in a circle: {chain}")
     document = read_file(path)
     _rename(document)
+    for line in modernize(document):
+        _say(f"{line}; the old key is read until {RENAMED_UNTIL}")
     parent = document.value.pop("extends", None)
     document.references.pop(("extends",), None)
     _anchor_paths(document, path)
@@ -155,19 +159,17 @@ def _rename(document: Document) -> None:
         if target[-1] in there:
             raise UserError(f"{where}: {old} is the old name of {new}, which is given too: leave out {old}")
         there[target[-1]] = place.pop(source[-1])
-        for table in (document.origins, document.references):
-            _move(table, source, target)
+        move(document.origins, source, target)
+        move(document.references, source, target)
         _say_renamed(where, old, new)
 
 
-def _move(table: dict[Key, Json], source: Key, target: Key) -> None:
-    for key in [key for key in table if key[: len(source)] == source]:
-        table[(*target, *key[len(source) :])] = table.pop(key)
+def _say_renamed(where: str, old: str, new: str) -> None:
+    _say(f"{where}: {old} is now called {new}; the old name is read until {RENAMED_UNTIL}")
 
 
 @cache  # a run reads its recipe more than once
-def _say_renamed(where: str, old: str, new: str) -> None:
-    line = f"{where}: {old} is now called {new}; the old name is read until {RENAMED_UNTIL}"
+def _say(line: str) -> None:
     terminal(stderr=True).print(line, style="yellow", markup=False, soft_wrap=True)
 
 

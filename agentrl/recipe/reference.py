@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from agentrl.recipe.mistakes import section_of
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import Schedule
 from agentrl.recipe.sections.section import Unit
 
 HEAD = """# Recipe reference
@@ -79,6 +80,8 @@ def _type(annotation: Any, metadata: Iterable[object] = ()) -> str:
         return f"list of {_type(inner[0])}" if Ellipsis in inner else f"list of {len(inner)}: {_type(inner[0])}"
     if section_of(annotation):
         return "section"
+    if annotation is Schedule:
+        return "number or schedule"
     return " ".join([_KINDS[annotation], *_bounds(metadata)])
 
 
@@ -98,6 +101,8 @@ def _default(info: FieldInfo) -> str:
         return "required"
     if isinstance(value, tuple) and any(isinstance(entry, BaseModel) for entry in value):
         value = [entry.model_dump(mode="json", exclude_defaults=True) for entry in value]
+    if isinstance(value, Schedule):
+        value = value.model_dump()
     return f"`{json.dumps(value)}`"
 
 

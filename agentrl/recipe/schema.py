@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BeforeValidator, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from agentrl.errors import nearest
 from agentrl.jsonable import Json
 from agentrl.recipe.document import Key, Reference
 from agentrl.recipe.reader import read_recipe
@@ -19,7 +20,6 @@ from agentrl.recipe.sections.algorithm import (
     COMPARING,
     AlgorithmSection,
     CriticSection,
-    PartStreams,
     StreamsSection,
     TeacherSection,
     teacher_of,
@@ -55,6 +55,8 @@ class Recipe(Section):
     """Supervised fine-tuning, for `agentrl sft`. null: none."""
     teacher: Annotated[TeacherSection | None, BeforeValidator(teacher_of)] = None
     """Teaches the sampled tokens (algorithm.streams.distill). null: none."""
+    teachers: dict[str, Annotated[TeacherSection, BeforeValidator(teacher_of)]] = Field(default_factory=dict)
+    """Teachers by a name each, with the keys of `teacher`, for environments of a mixture (env.mix.N.teacher)."""
     critic: CriticSection | None = None
     """Train a critic; `{}` takes the defaults of its keys. null: none."""
     reward_model: RewardModelSection | None = None
@@ -113,9 +115,8 @@ class Recipe(Section):
     def _combinations(self) -> "Recipe":
         if twice := {t.name for t in self.tools if self.tools.count(t) > 1}:
             raise ValueError(f"tools: {', '.join(sorted(twice))} is listed twice")
-        for key in ("compact", "max_total_tokens") if self.agent is not None else ():
-            if getattr(self.rollout, key) is not None:
-                raise ValueError(f"rollout.{key} has no effect beside agent, which holds its conversations itself")
+        if self.agent is not None and self.rollout.compact is not None:
+            raise ValueError("rollout.compact has no effect beside agent, which holds its conversations itself")
         if self.algorithm.reference is not None and self.model.lora is not None:
             raise ValueError(
                 "algorithm.reference: with model.lora the reference is the model without its adapter, which cannot "
@@ -142,39 +143,40 @@ class Recipe(Section):
     def streams(self) -> tuple[StreamsSection, ...]:
         """The weights of the token streams of each environment of the mixture; of the only one without."""
         whole = self.algorithm.streams
-        own = [part.streams or PartStreams() for part in self.env.mix] or [PartStreams()]
-        return tuple(
-            whole.model_copy(update={name: value for name, value in part if value is not None}) for part in own
-        )
+        return tuple(whole.changed(**part.streams) for part in self.env.mix) or (whole,)
 
     @property
-    def teachers(self) -> tuple[TeacherSection | None, ...]:
+    def part_teachers(self) -> tuple[TeacherSection | None, ...]:
         """The teacher of each environment of the mixture, of the only one without; None where nothing is
         distilled."""
-        own = [part.teacher or self.teacher for part in self.env.mix] or [self.teacher]
+        names = [part.teacher for part in self.env.mix] or [None]
+        own = [self.teacher if name is None else self.teachers[name] for name in names]
         return tuple(t if s.distill.ever else None for t, s in zip(own, self.streams, strict=True))
 
     def _check_streams(self) -> None:
-        for streams, teacher in zip(self.streams, self.teachers, strict=True):
+        for number, part in enumerate(self.env.mix):
+            if part.teacher is not None and part.teacher not in self.teachers:
+                known = nearest(part.teacher, self.teachers) or ": `teachers` names none"
+                raise ValueError(f"env.mix.{number}.teacher: no teacher {part.teacher!r}{known}")
+        for streams, teacher in zip(self.streams, self.part_teachers, strict=True):
             if streams.distill.ever and teacher is None:
                 raise ValueError("algorithm.streams.distill needs a teacher: name a model's path or a URL in `teacher`")
             if not (streams.policy.ever or streams.imitate.ever or streams.distill.ever):
                 raise ValueError("algorithm.streams: all weights are 0, so nothing would be learned")
         if self.cluster.sequence_parallel > 1 and any(
-            t is not None and t.path is not None and t.compared != "sampled" for t in self.teachers
+            t is not None and not t.served and t.compared != "sampled" for t in self.part_teachers
         ):
             raise ValueError(
                 "cluster.sequence_parallel gives log-probs of sampled tokens alone: set teacher.form: sampled"
             )
-        named = [self.teacher, *(part.teacher for part in self.env.mix)]
-        if any(t is not None and t not in self.teachers for t in named):
+        if any(t is not None and t not in self.part_teachers for t in (self.teacher, *self.teachers.values())):
             raise ValueError("a teacher has no effect where algorithm.streams.distill is 0: give it a weight")
 
     def _check_cluster(self) -> None:
         cluster = self.cluster
-        if cluster.offload.activations and not self.model.checkpointing:
+        if "activations" in cluster.offload and not self.model.checkpointing:
             raise ValueError(
-                "cluster.offload.activations moves what activation checkpointing keeps: set model.checkpointing, or "
+                "cluster.offload: activations moves what activation checkpointing keeps: set model.checkpointing, or "
                 "leave it out"
             )
         roles = [role for pool in cluster.pools for role in pool.roles]

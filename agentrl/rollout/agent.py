@@ -39,6 +39,8 @@ from agentrl.rollout.driver import Driver, takes_images
 from agentrl.rollout.request import AsyncRolloutRequest, Opening
 from agentrl.trajectory import Boundary, FinishReason, Trajectory, Turn
 
+MAX_TOTAL_TOKENS = 65_536
+"""Tokens of a rollout, all of its branches together, where `rollout.max_total_tokens` says none."""
 _ROLES = 16  # seats of a rollout, each of which has metrics
 _RETRIED = 64  # calls whose digests are kept, so that one that is sent again is known
 
@@ -371,8 +373,8 @@ class Rollout(TreeEndpoint):
             raise GatewayError(
                 f"this rollout has made its {section.max_calls} calls (agent.max_calls)", 400, "max_calls"
             )
-        if tree.tokens >= section.max_total_tokens:
-            raise self.too_long(f"this rollout has {tree.tokens} tokens (agent.max_total_tokens)")
+        if tree.tokens >= (self._driver.limits.max_total_tokens or MAX_TOTAL_TOKENS):
+            raise self.too_long(f"this rollout has {tree.tokens} tokens (rollout.max_total_tokens)")
 
     def too_long(self, why: str) -> GatewayError:
         self.refused = FinishReason.LENGTH
@@ -485,7 +487,7 @@ class AgentDriver(Driver):
         request.cleanups.append((f"agent {self.agent.name}", lambda: self.agent.release(outcome)))
 
     def _client(self, request: AgentRequest, rollout: Rollout, opening: tuple[Message, ...], key: str) -> AgentClient:
-        url = self.gateway.sandbox_url if self.section.sandbox else self.gateway.url
+        url = self.gateway.sandbox_url if self.section.sandbox is not None else self.gateway.url
         return AgentClient(
             base_url=f"{url}/v1",
             anthropic_url=url,

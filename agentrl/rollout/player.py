@@ -262,7 +262,9 @@ def gateway_of(recipe: Recipe) -> Gateway:
     """The gateway of a recipe's agent, not started yet."""
     agent = recipe.agent or AgentSection()
     host, port = host_and_port(agent.host)
-    return Gateway(host=host, port=port, model=recipe.model.path, socket=agent.sandbox, public_url=agent.public_url)
+    return Gateway(
+        host=host, port=port, model=recipe.model.path, socket=agent.sandbox is not None, public_url=agent.public_url
+    )
 
 
 def check_tools_of_agent(tools: Sequence[Tool]) -> None:

@@ -36,7 +36,7 @@ def plain_text(text: str) -> str:
 def without_token_limits(limits: RolloutSection, **changes: object) -> RolloutSection:
     """`limits` without those in tokens: only what is counted in tokens has no meaning for code points."""
     endless: dict[str, Json] = {"max_tokens": NO_LIMIT, "max_turn_tokens": NO_LIMIT, "max_tool_tokens": NO_LIMIT}
-    endless |= {"max_total_tokens": None, "compact": None}
+    endless |= {"max_total_tokens": NO_LIMIT, "compact": None}
     return limits.model_copy(update={**endless, **changes})
 
 

@@ -17,7 +17,7 @@ from agentrl.rollout.agent import AgentDriver, AgentRequest
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.scorer import Scorer
-from agentrl.testing.agent import NO_LIMIT, TextChat, TextEngine, Turn, scripted, without_token_limits
+from agentrl.testing.agent import TextChat, TextEngine, Turn, scripted, without_token_limits
 from agentrl.trajectory import Trajectory
 
 Agent = Callable[[Task], str | Sequence[str]] | Callable[[Task, Sequence[Message]], str]
@@ -95,8 +95,7 @@ class Stage:
 
 
 def _agent_driver(holder: Holder, parts: dict[str, Any]) -> AgentDriver:
-    section = holder.section.model_copy(update={"max_total_tokens": NO_LIMIT})
-    return AgentDriver(agent=holder.agent, section=section, gateway=holder.gateway, **parts)
+    return AgentDriver(agent=holder.agent, section=holder.section, gateway=holder.gateway, **parts)
 
 
 def asked(request: AsyncRolloutRequest) -> Sequence[Message]:

@@ -290,8 +290,8 @@ def guide_of(player: Player, role_host: RoleHost) -> Guide:
         return ids, player.chat.images_in(ids, messages) if isinstance(player.chat, Seeing) else ()
 
     teachers: dict[int, TeacherRole] = dict(role_host.teachers)
-    for part, section in enumerate(recipe.teachers):
-        if section is not None and section.url is not None:
+    for part, section in enumerate(recipe.part_teachers):
+        if section is not None and section.served:
             teachers[part] = server = TeacherServer(section, player.tokenizer)
             server.check()
     return Guide(recipe, teachers, partial(part_of, player.env), hinted)

@@ -1,5 +1,6 @@
 """Token-level estimators against slow loops, and the columns of a step."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from learner_help import TWO_TURNS, trajectory_of
 
 from agentrl.algo import advantages
-from agentrl.algo.returns import discounted, gae, reinforce_plus_plus
+from agentrl.algo.returns import DiscountArgs, GaeArgs, discounted, gae, reinforce_plus_plus
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
@@ -47,7 +48,7 @@ def made(rows: list[list[tuple[float, float]]]) -> Samples:
 
 @given(ragged, st.floats(0, 1), st.floats(0, 1))
 def test_gae_equals_the_sum_of_its_definition(rows: list[list[tuple[float, float]]], gamma: float, lam: float) -> None:
-    found = gae(made(rows), config(gamma=gamma, lam=lam))
+    found = gae(made(rows), config(), GaeArgs(gamma=gamma, lam=lam))
     raw = torch.tensor(
         [a for row in rows for a in slow_gae([r for r, _ in row], [v for _, v in row], gamma, lam)],
         dtype=torch.float64,
@@ -66,7 +67,7 @@ def test_gae_by_hand() -> None:
     given_ = Samples(
         torch.tensor([1.0]), torch.tensor([0]), torch.tensor([2]), torch.tensor([0.0, 1.0]), torch.tensor([0.5, 0.25])
     )
-    found = gae(given_, config(gamma=0.5, lam=0.5))
+    found = gae(given_, config(), GaeArgs(gamma=0.5, lam=0.5))
     raw = [(0 + 0.5 * 0.25 - 0.5) + 0.25 * 0.75, 1 - 0.25]
     assert found.returns.tolist() == pytest.approx([raw[0] + 0.5, raw[1] + 0.25])
     assert found.advantages.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-4)  # of two numbers
@@ -78,7 +79,7 @@ def test_with_lam_one_returns_do_not_depend_on_the_critic() -> None:
     lengths, groups = torch.tensor([4, 3]), torch.tensor([0, 0])
 
     def returns(values: torch.Tensor) -> torch.Tensor:
-        found = gae(Samples(torch.zeros(2), groups, lengths, rewards, values), config(gamma=0.9)).returns
+        found = gae(Samples(torch.zeros(2), groups, lengths, rewards, values), config(), GaeArgs(gamma=0.9)).returns
         assert found is not None
         return found
 
@@ -90,7 +91,7 @@ def test_with_lam_one_returns_do_not_depend_on_the_critic() -> None:
 def test_reinforce_plus_plus_is_the_whitened_reward_to_go(rows: list[list[tuple[float, float]]], gamma: float) -> None:
     to_go = [sum(gamma**i * r for i, (r, _) in enumerate(row[t:])) for row in rows for t in range(len(row))]
     raw = torch.tensor(to_go, dtype=torch.float64)
-    found = reinforce_plus_plus(made(rows), config(gamma=gamma))
+    found = reinforce_plus_plus(made(rows), config(), DiscountArgs(gamma=gamma))
     assert found.returns is None
     if len(raw) > 1 and raw.std() > 1e-3:
         torch.testing.assert_close(found.advantages.double(), scaled(raw), atol=1e-4, rtol=1e-4)
@@ -99,7 +100,7 @@ def test_reinforce_plus_plus_is_the_whitened_reward_to_go(rows: list[list[tuple[
 def test_a_reward_without_a_place_comes_with_the_last_token() -> None:
     given_ = Samples(torch.tensor([2.0, 5.0, 3.0]), torch.tensor([0, 0, 1]), torch.tensor([3, 0, 1]))
     raw = torch.tensor([0.5, 1.0, 2.0, 3.0])
-    found = reinforce_plus_plus(given_, config(gamma=0.5)).advantages
+    found = reinforce_plus_plus(given_, config(), DiscountArgs(gamma=0.5)).advantages
     torch.testing.assert_close(found, scaled(raw), atol=1e-5, rtol=1e-5)
 
 
@@ -107,7 +108,7 @@ def test_gae_needs_values() -> None:
     assert advantages.get("gae").needs_values
     assert not advantages.get("grpo").needs_values
     with pytest.raises(ValueError, match="critic"):
-        gae(Samples(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.long)), config())
+        gae(Samples(torch.zeros(1), torch.zeros(1), torch.ones(1, dtype=torch.long)), config(), GaeArgs())
 
 
 def batch_of(trajectories: list[Trajectory]) -> Batch:
@@ -130,8 +131,8 @@ def test_rewards_stand_at_the_ends_of_their_turns() -> None:
 def test_the_tokens_of_tools_are_no_step_of_time() -> None:
     batch = batch_of([TWO_TURNS])
     values = np.where(batch.tokens["loss_mask"], 0.1, 77.0).astype(np.float32)
-    keys = config(gamma=0.5, lam=0.5)
-    found = with_advantages(batch.with_tokens(values=values), gae, keys)
+    discounts = partial(gae, args=GaeArgs(gamma=0.5, lam=0.5))
+    found = with_advantages(batch.with_tokens(values=values), discounts, config())
     raw = slow_gae([0, 1, 0, 0, 1.5], [0.1] * 5, 0.5, 0.5)
     mask = batch.tokens["loss_mask"].astype(bool)
     np.testing.assert_allclose(found.tokens["returns"][mask], np.array(raw) + 0.1, atol=1e-6)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from agentrl.algo import advantages
-from agentrl.algo.returns import turn
+from agentrl.algo.returns import DiscountArgs, turn
 from agentrl.algo.terms import Samples, TokenAdvantages
 from agentrl.recipe.sections.algorithm import AdvantageSection, AlgorithmSection
 
@@ -62,11 +62,11 @@ def with_oneself(samples: Samples) -> Tensor:
 def expected_gradient(theta: Tensor, gamma: float, estimator: str) -> Tensor:
     """Of two samples of a task, by all pairs of episodes: the sum of A log pi over turns, by the number of samples."""
     total = torch.zeros((), dtype=torch.float64)
-    config = AlgorithmSection(gamma=gamma)
+    config, args = AlgorithmSection(), DiscountArgs(gamma=gamma)
     for pair in product(PATHS, repeat=2):
         samples = samples_of(list(pair))
         if estimator == "turn":
-            found = turn(samples, config)
+            found = turn(samples, config, args)
             assert isinstance(found, TokenAdvantages)
             advantages = found.advantages
         else:
@@ -98,7 +98,7 @@ def test_by_hand() -> None:
         token_rewards=torch.tensor([0.0, 1.0, 2.0, 1.0, 4.0, 1.0, 4.0, 5.0]),
         turns=torch.tensor([0, 0, 1, 0, 1, 0, 0, 1]),
     )
-    found = turn(samples, AlgorithmSection(gamma=0.5))
+    found = turn(samples, AlgorithmSection(), DiscountArgs(gamma=0.5))
     assert isinstance(found, TokenAdvantages)
     # to go: 1 + 2/2 and 2; 1 + 4/2 and 4; 1; alone in its task: 4 + 5/2 and 5
     wanted = [2 - 2.0, 2 - 2.0, 2 - 4.0, 3 - 1.5, 4 - 2.0, 1 - 2.5, 6.5, 5.0]
@@ -127,4 +127,8 @@ def test_gigpo_by_hand(normalise: bool) -> None:
 def test_it_needs_the_turns() -> None:
     ones = torch.ones(1)
     with pytest.raises(ValueError, match="numbers of the turns"):
-        turn(Samples(ones, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)), AlgorithmSection())
+        turn(
+            Samples(ones, torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)),
+            AlgorithmSection(),
+            DiscountArgs(),
+        )

@@ -23,7 +23,7 @@ from agentrl.algo.aggregation import token_weights
 from agentrl.algo.loss import kl_estimate, kl_estimator
 from agentrl.algo.off_policy import rejected, sequence_mask
 from agentrl.algo.terms import RewardPart, Samples, TokenAdvantages, Tokens, Update
-from agentrl.recipe.sections.algorithm import AlgorithmSection, LossSection, RejectSection
+from agentrl.recipe.sections.algorithm import AdvantageSection, AlgorithmSection, LossSection, RejectSection
 
 VERL: dict[str, Any] = json.loads(Path(__file__).with_name("verl_0_9_1.json").read_text())
 MASK = torch.tensor(VERL["mask"]).bool()
@@ -75,7 +75,8 @@ def test_advantages(name: str) -> None:
             for part, weight in {"right": 1.0, "brief": 0.25}.items()
         },
     )
-    found = advantages.get(name).function(samples, AlgorithmSection(gamma=0.9, lam=0.8))
+    args = {"gae": {"gamma": 0.9, "lam": 0.8}, "reinforce_plus_plus": {"gamma": 0.9}}.get(name, {})
+    found = advantages.bound(AdvantageSection(name=name, args=args))(samples, AlgorithmSection())
     each = found.advantages if isinstance(found, TokenAdvantages) else torch.repeat_interleave(found, LENGTHS)
     torch.testing.assert_close(each, torch.tensor(VERL["advantages"][name])[MASK], atol=1e-5, rtol=1e-5)
 

@@ -109,7 +109,7 @@ def same_weights(ours: Weights, theirs: Weights, tolerance: float) -> None:
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8}}, "train": {"lr": 1e-2}}
 CRITIC = {"algorithm": {"advantage": "gae"}, "critic": {"lr": 1e-3}}
-MANY = {"train": {"mini_batches": 3, "epochs": 2, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1}}
+MANY = {"train": {"mini_batches": 3, "epochs": 2, "schedule": "cosine", "warmup": 3, "weight_decay": 0.1}}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {},
     "mini-batches and epochs": MANY,
@@ -121,7 +121,11 @@ CASES: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "lora, reference in the reward": {
         **LORA,
-        "algorithm": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_coef": 0.1, "kl_in": "reward"},
+        "algorithm": {
+            "advantage": {"name": "reinforce_plus_plus", "args": {"gamma": 0.99}},
+            "kl_coef": 0.1,
+            "kl_in": "reward",
+        },
     },
     "chosen over the whole update": {
         "algorithm": {"loss": {"name": "clip_cov", "args": {"share": 0.2, "low": 0.01}}, "top_entropy": 0.4},

@@ -13,7 +13,7 @@ from agentrl.recipe.load import load_recipe
 
 RECIPE = RECIPES / "code_tool.yaml"
 SHORT = [
-    "sft.stages=[{style: clean, steps: 2, batch: 2, lr: 1e-3, warmup_steps: 0},"
+    "sft.stages=[{style: clean, steps: 2, batch: 2, lr: 1e-3, warmup: 0},"
     "{style: careless, steps: 1, batch: 2, lr: 1e-3}]",
     "train.steps=2", "train.threads=1", "eval.tasks=2", "eval.splits=[test]", "rollout.tasks=2", "rollout.n=2",
 ]  # fmt: skip

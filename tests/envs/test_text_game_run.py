@@ -138,7 +138,7 @@ async def test_a_task_without_a_map_fails_with_its_boundary():
 
 SMALL = [
     "sft.new_model.config.num_hidden_layers=1", "sft.new_model.texts=60",
-    "sft.stages=[{style: clean, steps: 40, batch: 4, lr: 4e-3, optimizer: muon, warmup_steps: 2}]",
+    "sft.stages=[{style: clean, steps: 40, batch: 4, lr: 4e-3, muon_lr: 0.02, warmup: 2}]",
     "rollout.tasks=2", "rollout.n=4", "train.steps=2", "train.threads=1", "eval.every=0", "eval.tasks=4",
 ]  # fmt: skip
 

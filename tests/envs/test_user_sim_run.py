@@ -22,7 +22,7 @@ from agentrl.recipe.sections.model import ModelSection
 
 RECIPE = RECIPES / "user_sim.yaml"
 SHORT = [
-    "sft.stages=[{style: clean, steps: 6, batch: 4, lr: 2e-3, warmup_steps: 0},"
+    "sft.stages=[{style: clean, steps: 6, batch: 4, lr: 2e-3, warmup: 0},"
     "{style: careless, steps: 1, batch: 4, lr: 1e-3}]",
     "train.steps=2", "train.threads=1", "eval.tasks=4", "rollout.tasks=2", "rollout.n=4",
 ]  # fmt: skip

@@ -228,7 +228,7 @@ def test_a_run_that_learns_from_rollouts_keeps_their_pictures(trained, tmp_path)
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        (("algorithm=opd", "teacher.url=http://127.0.0.1:1"), "teacher.url: a server is not yet sent images"),
+        (("algorithm=opd", "teacher.path=http://127.0.0.1:1"), "teacher.path: a server is not yet sent images"),
         (("algorithm.routing_replay=true",), "has no router whose choice can be replayed"),
     ],
 )

@@ -562,7 +562,7 @@ def test_muon_goes_on_from_its_saved_state() -> None:
         (json.dumps(ROW), ["sft.max_tokens=9"], "more than the 9 that fit"),
         (json.dumps(ROW), ["sft.held_out=other.jsonl"], "sft.held_out: there is no file other.jsonl"),
         (json.dumps(ROW), ["sft.held_out=5"], "held_out is 5, and a share lies between 0 and 1"),
-        (json.dumps(ROW), ["cluster.workers=2", "sft.stages=[{optimizer: muon}]"], "muon trains in one process"),
+        (json.dumps(ROW), ["cluster.workers=2", "sft.stages=[{muon_lr: 0.02}]"], "Muon trains in one process"),
         (json.dumps(ROW), ["sft.new_model.chat_template=x.jinja"], "leave out sft.source"),
     ],
 )
@@ -583,7 +583,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
         ({}, None, 1000, 1e-5, 60),
         ({"batch": 4, "epochs": 1.5}, 10, 4, 1e-5, 0),
         ({"batch": 1, "epochs": 3}, 10, 30, 1e-5, 3),
-        ({"steps": 5, "lr": 0.1, "warmup_steps": 2}, 10, 5, 0.1, 2),
+        ({"steps": 5, "lr": 0.1, "warmup": 2}, 10, 5, 0.1, 2),
     ],
 )
 def test_what_a_stage_leaves_open_follows_from_the_conversations(
@@ -592,6 +592,6 @@ def test_what_a_stage_leaves_open_follows_from_the_conversations(
     recipe = Recipe.model_validate({"sft": {"stages": [stage, {"steps": 2}]}})
     course = Course.of(recipe, conversations)
     first = course.stages[0]
-    assert (first.steps, first.lr, first.warmup_steps) == (steps, lr, warmup)
+    assert (first.steps, first.lr, first.warmup) == (steps, lr, warmup)
     assert course.steps == steps + 2
     assert [course.place(n)[0::2] for n in (0, steps - 1, steps, steps + 1)] == [(0, 0), (0, steps - 1), (1, 0), (1, 1)]

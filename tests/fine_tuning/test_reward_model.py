@@ -26,6 +26,7 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.env import RewardsSection
+from agentrl.recipe.sections.eval import EvalSection
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.recipe.sections.sft import RewardModelSection
@@ -43,6 +44,7 @@ def make_recipe(source: Path | str, output: Path | None = None, tokens: int = 16
     return Recipe(
         model=ModelSection(device="cpu"),
         reward_model=RewardModelSection(source=(str(source),), **section),
+        eval=EvalSection(every=2),
         train=TrainSection(threads=1, micro_batch_tokens=tokens),
         output=str(output) if output else None,
     )
@@ -75,7 +77,7 @@ def made_pairs(tokenizer: Any, folder: Path, rows: list[Any]) -> list[Pair]:
 
 def test_a_feature_is_learned_and_the_run_folder_says_so(tmp_path: Path) -> None:
     source, console = write_lines(tmp_path / "pairs.jsonl", many(96)), quiet()
-    recipe = make_recipe(source, tmp_path / "run", batch=16, lr=1e-3, held_out=0.2, eval_every=2)
+    recipe = make_recipe(source, tmp_path / "run", batch=16, lr=1e-3, held_out=0.2)
     result = train_reward_model(recipe, console=console)
     assert result.metrics["eval/accuracy"] > 0.9
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -218,7 +218,7 @@ SMALL = [
 
 @pytest.mark.slow
 def test_a_model_is_made_from_nothing_and_can_be_taught_further(tmp_path: Path) -> None:
-    clean = "{style: clean, steps: 12, batch: 4, lr: 1e-2, warmup_steps: 2}"
+    clean = "{style: clean, steps: 12, batch: 4, lr: 1e-2, warmup: 2}"
     stages = [f"sft.stages=[{clean}, {{style: careless, steps: 2, batch: 3}}]"]
     recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages])
     first = sft(recipe, str(tmp_path / "one"), console=quiet())
@@ -255,7 +255,7 @@ def test_texts_can_be_made_one_token_each() -> None:
 
 @pytest.mark.slow
 def test_muon_trains_the_blocks_and_adamw_the_rest(tmp_path: Path) -> None:
-    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2, optimizer: muon, warmup_steps: 2}]"]
+    stages = ["sft.stages=[{style: clean, steps: 12, batch: 4, lr: 1e-2, muon_lr: 0.02, warmup: 2}]"]
     result = sft(
         load_recipe(RECIPES / "tiny_warmstart.yaml", [*SMALL, *stages]), str(tmp_path / "model"), console=quiet()
     )

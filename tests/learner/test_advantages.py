@@ -79,7 +79,9 @@ def test_the_sum_over_a_sample_joins_its_reward(folder: str, name: str) -> None:
 
 def test_every_token_pays_its_own(folder: str) -> None:
     """By REINFORCE++ with a discount: what is still to come, less what it costs; then whitened."""
-    learner = learner_of(folder, moved(), {**IN_REWARD, "advantage": "reinforce_plus_plus", "gamma": 0.9})
+    learner = learner_of(
+        folder, moved(), {**IN_REWARD, "advantage": {"name": "reinforce_plus_plus", "args": {"gamma": 0.9}}}
+    )
     batch = actor_batch(make_groups(REWARDS))
     ratio, mask = ratios(learner, batch), batch.tokens["loss_mask"].astype(bool)
     to_go = []

@@ -168,7 +168,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_recipe(folder: Path, critic: dict[str, Any] | None = None, adapter: bool = False, **train: Any) -> Recipe:
     return Recipe(
         model=ModelSection(path=str(folder), lora=LoraSection(rank=4, alpha=8) if adapter else None),
-        algorithm=AlgorithmSection(advantage="gae", lam=0.9),
+        algorithm=AlgorithmSection(advantage={"name": "gae", "args": {"lam": 0.9}}),
         critic=CriticSection(**{"lr": 1e-2, **(critic or {})}),
         train=TrainSection(**{"steps": 10, **train}),
     )

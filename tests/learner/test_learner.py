@@ -319,7 +319,7 @@ def test_learning_rates() -> None:
 
 
 def test_the_recipe_says_the_course_of_the_rate() -> None:
-    recipe = make_recipe(schedule="cosine", warmup_ratio=0.15, min_lr_ratio=0.1, cycles=1, steps=10)
+    recipe = make_recipe(schedule="cosine", warmup=0.15, min_lr_ratio=0.1, cycles=1, steps=10)
     learner = alone(make_model(), recipe)
     rates = [learner.learn(make_groups([[1.0, 0.0]]))["train/lr"] for _ in range(10)]
     assert rates == pytest.approx([learning_rate(i, 10, 1e-3, "cosine", 2, 0.1) for i in range(10)])
@@ -330,7 +330,7 @@ def test_the_recipe_says_the_course_of_the_rate() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
     groups = [make_groups(REWARDS, seed) for seed in range(4)]
-    recipe = make_recipe(mini_batches=2, schedule="cosine", warmup_steps=2)
+    recipe = make_recipe(mini_batches=2, schedule="cosine", warmup=2)
     straight = alone(make_model(dtype), recipe)
     first = LocalRoles(recipe, make_model(dtype))
     stopped = Learner(recipe, first)

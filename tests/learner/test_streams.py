@@ -236,7 +236,7 @@ def test_streams_have_weights_by_environment_and_schedule() -> None:
     """Two environments: the first is distilled less and less, the second imitated alone, by the best of its groups."""
     recipe = Recipe.model_validate({
         "env": {"mix": [{"name": "gsm8k"}, {"name": "gsm8k", "streams": {"policy": 0, "imitate": 2, "distill": 0}}]},
-        "algorithm": {"streams": {"distill": {"start": 1, "end": 0, "steps": 4}}}, "teacher": "tiny",
+        "algorithm": {"streams": {"distill": {0: 1, 4: 0}}}, "teacher": "tiny",
     })  # fmt: skip
     trajectories = flat(GROUPS)
     parts = np.repeat([0, 1], 8)
@@ -319,8 +319,7 @@ def test_a_hint_moves_no_sampled_token() -> None:
         ({"algorithm": "opd"}, "algorithm.streams.distill needs a teacher"),
         ({"teacher": "tiny"}, "a teacher has no effect where algorithm.streams.distill is 0"),
         ({"algorithm": {"streams": {"policy": 0}}}, "all weights are 0, so nothing would be learned"),
-        ({"algorithm": "opd", "teacher": {"path": "tiny", "url": "http://x"}}, "either a `path` or a `url`"),
-        ({"algorithm": "opd", "teacher": {"url": "http://x", "form": "full"}}, "only a `path` without a hint"),
+        ({"algorithm": "opd", "teacher": {"path": "http://x", "form": "full"}}, "only a model here without a hint"),
         ({"algorithm": "opd", "teacher": "policy"}, "give it a `hint`"),
     ],
 )

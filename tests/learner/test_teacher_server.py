@@ -112,7 +112,7 @@ class StandIn:
 
 async def asked(stand_in: StandIn, **section: Any) -> None:
     async with serving(stand_in.routes) as url:
-        await asyncio.to_thread(check_teacher, (stand_in.model, stand_in.tokenizer), **{"url": url, **section})
+        await asyncio.to_thread(check_teacher, (stand_in.model, stand_in.tokenizer), **{"path": url, **section})
 
 
 @pytest.mark.parametrize(
@@ -153,4 +153,4 @@ async def test_what_a_teacher_cannot_do_is_one_line(kind: str, fault: dict[str, 
 
 async def test_a_server_that_is_not_there_is_one_line(parts: Any) -> None:
     with pytest.raises(UserError, match=r"^teacher: http://127.0.0.1:9/get_model_info: cannot connect"):
-        await asked(StandIn(*parts, "vllm"), url="http://127.0.0.1:9")
+        await asked(StandIn(*parts, "vllm"), path="http://127.0.0.1:9")

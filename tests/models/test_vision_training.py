@@ -37,6 +37,8 @@ from agentrl.rollout.model_reward import translation
 from agentrl.rollout.scorer import _sample
 from agentrl.trajectory import Trajectory
 
+BOTH = {**ADAPTED, "targets": [*ADAPTED.get("targets", ["all-linear"]), "vision"]}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -70,7 +72,7 @@ def recipe(folder: Path, **sections: Any) -> Recipe:
     return Recipe.model_validate({"model": model, "train": train, **sections})
 
 
-@pytest.mark.parametrize("section", [{}, {"lora": {**ADAPTED, "vision": True}}, {"freeze": ["vision"]}])
+@pytest.mark.parametrize("section", [{}, {"lora": BOTH}, {"freeze": ["vision"]}])
 def test_layers_computed_again_give_the_same_gradients(section: dict[str, Any], folder: Path) -> None:
     """Those of the tower, and the language model's, to which deeper features are added between layers."""
     plain, again = (stirred(load(folder, **section)) for _ in range(2))
@@ -88,16 +90,16 @@ def test_layers_computed_again_give_the_same_gradients(section: dict[str, Any], 
 
 def test_an_adapter_leaves_the_tower_alone_unless_it_is_asked_for(folder: Path) -> None:
     language = lora.layers(load(folder, lora=ADAPTED))
-    both = lora.layers(load(folder, lora={**ADAPTED, "vision": True}))
+    both = lora.layers(load(folder, lora=BOTH))
     assert language
     assert not any("visual" in name for name in language)
     assert set(language) < set(both)
     assert all("visual" in name for name in set(both) - set(language))
-    with pytest.raises(UserError, match=r"no linear layer 'qkv' .*of its vision tower by model.lora.vision=true"):
+    with pytest.raises(UserError, match=r"no linear layer 'qkv' .*of its vision tower by vision"):
         load(folder, lora={**ADAPTED, "targets": ["qkv"]})
-    with pytest.raises(UserError, match=r"^model.lora.vision: Qwen3ForCausalLM has no vision tower"):
+    with pytest.raises(UserError, match=r"^model.lora.targets: vision: Qwen3ForCausalLM has no vision tower"):
         load_model(ModelSection(lora=LoraSection(vision=True)))
-    with pytest.raises(ValueError, match=r"`freeze` has vision, and `lora.vision` adapts it"):
+    with pytest.raises(ValueError, match=r"`freeze` has vision, and lora.targets too"):
         ModelSection(path="x", freeze=("vision",), lora=LoraSection(vision=True))
 
 
@@ -128,7 +130,7 @@ def test_an_adapter_is_merged_alike_everywhere(vision: bool, folder: Path, tmp_p
 
 
 async def test_the_engine_samples_with_the_adapter_as_it_is_now(folder: Path) -> None:
-    model = load(folder, lora={**ADAPTED, "vision": True})
+    model = load(folder, lora=BOTH)
     engine = LocalEngine(model, max_batch=2)
     ids = prompt(model, [30, 40, 50], picture(0), [60])
     said = []
@@ -143,7 +145,7 @@ async def test_the_engine_samples_with_the_adapter_as_it_is_now(folder: Path) ->
     await engine.close()
 
 
-@pytest.mark.parametrize("section", [{}, {"lora": ADAPTED}, {"lora": {**ADAPTED, "vision": True}}])
+@pytest.mark.parametrize("section", [{}, {"lora": ADAPTED}, {"lora": BOTH}])
 def test_the_reference_is_the_model_before_training(section: dict[str, Any], folder: Path) -> None:
     wanted = recipe(folder, model=section, algorithm={"kl_coef": 0.1})
     model = load(folder, **section)
@@ -254,7 +256,7 @@ def test_a_teacher_with_a_hint_sees_the_same_pictures(folder: Path) -> None:
         return sequence(model, *opening(name, *hints[name])) if name in hints else None
 
     forward = choose(model)[0]
-    guide = Guide(wanted, {0: Teacher.in_process(wanted.teachers[0], wanted, forward)}, hinted=hinted)
+    guide = Guide(wanted, {0: Teacher.in_process(wanted.part_teachers[0], wanted, forward)}, hinted=hinted)
     rows = [*samples, plain]
     batch = with_streams(Batch.from_trajectories(rows, [0, 1, 2]), rows, wanted, 0, lambda task: 0)
     found = guide.taught(batch, rows).tokens["teacher_logprobs"]
@@ -276,7 +278,7 @@ def test_a_teacher_with_a_hint_sees_the_same_pictures(folder: Path) -> None:
     [
         ({**GAE, "critic": {"path": "tiny"}}, "critic.path: tiny reads text alone"),
         ({**DISTILL, "teacher": {"path": "tiny"}}, "teacher.path: tiny reads text alone"),
-        ({**DISTILL, "teacher": {"url": "http://127.0.0.1:1"}}, "teacher.url: a server is not yet sent images"),
+        ({**DISTILL, "teacher": "http://127.0.0.1:1"}, "teacher.path: a server is not yet sent images"),
         (
             {"algorithm": {"routing_replay": True}, "engine": {"name": "sglang", "args": {"urls": ["http://x"]}}},
             "algorithm.routing_replay: of a model that sees only the engine local records",

@@ -725,9 +725,7 @@ async def test_a_program_in_the_sandbox_has_the_gateway_and_nothing_else(
     (tmp_path / "hidden").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as other:
         words = [str(other.getsockname()[1]), *map(str, (tmp_path / "shown", tmp_path / "hidden", __file__))]
-        section = AgentSection(
-            command=(sys.executable, "-c", SEALED, *words), sandbox=True, sandbox_folders=(str(tmp_path / "shown"),)
-        )
+        section = AgentSection(command=(sys.executable, "-c", SEALED, *words), sandbox=(str(tmp_path / "shown"),))
         gateway = Gateway(socket=True)
         await gateway.start()
         async with driving(lambda task, client: None, env=Env(calc_reward=judge)) as (driver, _):
@@ -749,9 +747,7 @@ async def test_a_program_in_the_sandbox_has_the_gateway_and_nothing_else(
     (tmp_path / "hidden").chmod(0o700)
     if os.getuid() == 0:
         with pytest.raises(UserError, match=r"ordinary user, who cannot read what it needs .*hidden.*chmod -R o\+rX"):
-            agent_of_recipe(
-                AgentSection(command=(str(program),), sandbox=True, sandbox_folders=(str(tmp_path / "hidden"),))
-            )
+            agent_of_recipe(AgentSection(command=(str(program),), sandbox=(str(tmp_path / "hidden"),)))
     with pytest.raises(UserError, match=r"agent.sandbox: is for programs"):
         agent_of_recipe(AgentSection(name="chat_completions", sandbox=True))
 

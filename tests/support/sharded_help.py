@@ -86,12 +86,13 @@ class Scenario:
         return Recipe.model_validate(sections)
 
 
+GAE = {"name": "gae", "args": {"lam": 0.95}}
 SCENARIOS = {
     "tied": Scenario(),
     "untied": Scenario("untied", {"algorithm": KL, "train": {"mini_batches": 2}}),
     "adapter": Scenario("untied", {"algorithm": KL_IN_REWARD, "model": {"lora": LORA}}),
     "critic": Scenario(
-        sections={"algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3, "warmup_steps": 2}},
+        sections={"algorithm": {"advantage": GAE}, "critic": {"lr": 1e-3, "warmup_steps": 2}},
     ),
     "copies": Scenario(sections={"cluster": {"shard": 1}}),
     "offload": Scenario(sections={"cluster": {"offload": True}, "algorithm": KL}),
@@ -101,7 +102,7 @@ SCENARIOS = {
     "window": Scenario("sliding", {"algorithm": {"entropy_coef": 0.01}}),
     "sequences": Scenario(
         "untied",
-        {"cluster": {"sequence_parallel": 2}, "algorithm": {"advantage": "gae", "lam": 0.95}, "critic": {"lr": 1e-3}},
+        {"cluster": {"sequence_parallel": 2}, "algorithm": {"advantage": GAE}, "critic": {"lr": 1e-3}},
     ),
     "forks": Scenario("untied", {"algorithm": KL, "train": {"mini_batches": 2}}, forks=True),
     "narrow": Scenario("untied", {"model": {"dtype": "bfloat16"}, "algorithm": KL}),
@@ -123,7 +124,7 @@ SCENARIOS |= {
         (
             "critic",
             {
-                "algorithm": {**KL, "advantage": "gae", "lam": 0.95},
+                "algorithm": {**KL, "advantage": GAE},
                 "critic": {"lr": 1e-3},
                 "train": {"mini_batches": 2},
             },
@@ -131,7 +132,7 @@ SCENARIOS |= {
         ),
         (
             "adapter",
-            {"model": {"lora": {**LORA, "vision": True}, "checkpointing": True}, "algorithm": KL},
+            {"model": {"lora": {**LORA, "targets": ["all-linear", "vision"]}, "checkpointing": True}, "algorithm": KL},
             {"model": {"checkpointing": False}},
         ),
         (
@@ -139,7 +140,7 @@ SCENARIOS |= {
             {
                 "model": {"freeze": ["vision"]},
                 "cluster": {"sequence_parallel": 2},
-                "algorithm": {"advantage": "gae", "lam": 0.95},
+                "algorithm": {"advantage": GAE},
                 "critic": {"lr": 1e-3},
             },
             {},

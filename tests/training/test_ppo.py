@@ -38,7 +38,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> str:
 def make_recipe(classifier: str, output: Path, **changes: Any) -> Recipe:
     return small(
         output,
-        algorithm={"advantage": "gae", "lam": 0.95, "loss": "gspo"},
+        algorithm={"advantage": {"name": "gae", "args": {"lam": 0.95}}, "loss": "gspo"},
         critic={"lr": 1e-3, "warmup_steps": 1},
         rewards={"model": classifier, "weights": {"model": 0.1}},
         train__steps=2,

@@ -28,7 +28,7 @@ def job(output: Path, **changes: Any) -> Recipe:
         output,
         **{
             "train": {
-                "steps": STEPS, "lr": 3e-4, "schedule": "cosine", "warmup_steps": 2, "mini_batches": 2, "epochs": 2,
+                "steps": STEPS, "lr": 3e-4, "schedule": "cosine", "warmup": 2, "mini_batches": 2, "epochs": 2,
                 "weight_decay": 0.01, "save_every": 0, "threads": 1, "seed": 7,
             },
             "algorithm": {"kl_coef": 0.01, "kl_in": "reward", "kl_target": 0.001, "kl_horizon": 100},

@@ -59,7 +59,7 @@ def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = 
     if not trained:
         model.requires_grad_(False)
     elif recipe.model.checkpointing:
-        recompute(transformer, recipe.cluster.offload.activations)
+        recompute(transformer, "activations" in recipe.cluster.offload)
     root = Root(model.eval(), None)
     options, blocks = Options.of(recipe), blocks_of(transformer)
     _check_types(root, blocks)

@@ -29,7 +29,7 @@ class Options:
     @classmethod
     def of(cls, recipe: Recipe) -> "Options":
         """Read the options from a recipe."""
-        return cls(computed_in(recipe.model), recipe.cluster.offload.parameters)
+        return cls(computed_in(recipe.model), "parameters" in recipe.cluster.offload)
 
 
 class Root(nn.Module):

@@ -83,7 +83,7 @@ def needs_of(model: "PreTrainedModel", section: LoraSection | None) -> AdapterNe
         return AdapterNeeds(rank, _leaves(found))
     if section is None or not embeddings(model).is_meta:
         return None
-    return AdapterNeeds(section.rank, _leaves(target_names(model, section.targets, section.exclude, section.vision)))
+    return AdapterNeeds(section.rank, _leaves(target_names(model, section.layers, section.exclude, section.vision)))
 
 
 def why_merged(needs: AdapterNeeds, servers: Sequence[tuple[str, AdapterRoom]]) -> str | None:

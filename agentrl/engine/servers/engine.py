@@ -167,7 +167,7 @@ class ServerEngine(Engine):
     def _unable(cls, recipe: Recipe) -> list[str]:
         """Say where the servers cannot sample as `rollout` and `eval` want it."""
         limits = recipe.rollout
-        for temperature in (limits.temperature, recipe.eval.temperature or 0.0):
+        for temperature in (limits.temperature, recipe.eval.rollout.get("temperature", 0.0)):
             why = cls._refusal(Sampling(1, temperature=temperature, top_p=limits.top_p, top_k=limits.top_k))
             if why is not None:
                 return [why]

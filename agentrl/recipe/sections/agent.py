@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from agentrl.jsonable import Json
-from agentrl.recipe.sections.section import Count, Positive, Section, Tokens, Unit, words
+from agentrl.recipe.sections.section import Count, Positive, Section, Unit, words
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -25,6 +25,10 @@ def host_and_port(address: str) -> tuple[str, int]:
 def _listening(address: str) -> str:
     host_and_port(address)
     return address
+
+
+def _sandboxed(value: Json) -> Json:
+    return (() if value else None) if isinstance(value, bool) else words(value)
 
 
 def _public(url: str) -> str:
@@ -49,11 +53,10 @@ class AgentSection(Section):
     command: Annotated[tuple[str, ...], BeforeValidator(words)] = ()
     """A program instead of `name`, and its arguments, in which {prompt} is the opening's text. It finds the gateway by
     OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY, and its task in $AGENTRL_TASK."""
-    sandbox: bool = False
-    """Run the program in bubblewrap, as an ordinary user: without a network but the gateway, with no files but the
-    system's, read-only, and its working folder, and within limits of memory, processes and temporary files."""
-    sandbox_folders: Annotated[tuple[str, ...], BeforeValidator(words)] = ()
-    """Further folders that a program in the sandbox may read, such as the one that it is installed in."""
+    sandbox: Annotated[tuple[str, ...] | None, BeforeValidator(_sandboxed)] = None
+    """true: run the program in bubblewrap, as an ordinary user: without a network but the gateway, with no files but
+    the system's, read-only, and its working folder, and within limits of memory, processes and temporary files. A list:
+    so, with further folders that it may read, such as the one that it is installed in. null or false: not."""
     host: Annotated[str, AfterValidator(_listening)] = "127.0.0.1"
     """Address on which the gateway listens, or ADDRESS:PORT: 0.0.0.0 where containers or other machines reach it, which
     takes the rollout's key, as ever. Without a port any free one."""
@@ -65,8 +68,6 @@ class AgentSection(Section):
     one that dies fails its rollouts and is replaced. 0: in the run's own."""
     max_calls: Annotated[Positive, Unit("calls")] = 32
     """Calls of the model that one rollout may make."""
-    max_total_tokens: Tokens = 65536
-    """Tokens of a whole rollout, all of its branches together; rollout.max_tokens is the limit of one."""
     train: Literal["all", "tools"] = "all"
     """Which answers are trained, of those that somebody received: all, or those of calls that offer tools alone. A call
     may say so itself, by the header `X-Agentrl-Train: 0` or `1`."""

@@ -1,8 +1,9 @@
 """`algorithm`, `teacher` and `critic`: what is learned from the samples."""
 
+from itertools import pairwise
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_serializer, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, RootModel, model_serializer, model_validator
 
 from agentrl.errors import nearest
 from agentrl.jsonable import Json
@@ -23,78 +24,69 @@ from agentrl.recipe.sections.section import (
 )
 
 
-class Schedule(Section):
-    """A number that may change over the steps of a run; a number alone is short for `{start: NUMBER}`."""
+class Schedule(RootModel[dict[Count, AtLeast0]]):
+    """A number that may change over the steps of a run: its values by step, between which it changes evenly. A number
+    alone is one that stays what it is."""
 
-    start: AtLeast0
-    """Its value in the first step."""
-    end: AtLeast0 | None = None
-    """Its value after `steps` steps; in between it changes evenly. null: start, throughout."""
-    steps: Steps = 0
-    """Steps from start to end."""
+    model_config = ConfigDict(frozen=True)
+
+    @classmethod
+    def constant(cls, value: float) -> "Schedule":
+        """One that stays what it is."""
+        return cls({0: value})
 
     def at(self, step: int) -> float:
         """The value in a step, counted from 0."""
-        if self.end is None:
-            return self.start
-        done = min(1.0, step / self.steps) if self.steps else 1.0
-        return self.start + (self.end - self.start) * done
+        points = sorted(self.root.items())
+        for (first, start), (last, end) in pairwise(points):
+            if step < last:
+                return start + (end - start) * (max(0, step - first) / (last - first))
+        return points[-1][1]
 
     @property
     def ever(self) -> bool:
         """Whether it is more than 0 in any step."""
-        return self.start > 0 or (self.end or 0) > 0
+        return any(self.root.values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_short(cls, given: Json) -> Json:
+        if isinstance(given, int | float) and not isinstance(given, bool):
+            return {0: given}
+        if not isinstance(given, dict) or not given:
+            raise ValueError("expected a number, or a number for each of some steps, such as {0: 1.0, 100: 0.1}")
+        return {int(step) if str(step).isdecimal() else step: value for step, value in given.items()}
 
     @model_serializer
     def _short(self) -> Json:
-        return self.start if self.end is None else {"start": self.start, "end": self.end, "steps": self.steps}
-
-
-def _started(value: Json) -> Json:
-    return {"start": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-Weight = Annotated[Schedule, BeforeValidator(_started)]
+        return self.root[0] if list(self.root) == [0] else self.root
 
 
 class StreamsSection(Section):
-    """What tokens are learned from, each a weight or a schedule of it. A stream is a mean over its own tokens of the
-    step, as algorithm.aggregation says, times its weight; at 0 it costs nothing."""
+    """What tokens are learned from, each a weight, or a schedule of it: `{0: 1.0, 100: 0.1}` goes evenly from 1 at the
+    start to 0.1 after 100 steps. A stream is a mean over its own tokens of the step, as algorithm.aggregation says,
+    times its weight; at 0 it costs nothing."""
 
-    policy: Weight = Schedule(start=1.0)
+    policy: Schedule = Schedule.constant(1.0)
     """The policy loss, with its KL and entropy terms."""
-    imitate: Weight = Schedule(start=0.0)
+    imitate: Schedule = Schedule.constant(0.0)
     """Cross entropy of the good rollouts (algorithm.imitate_from)."""
-    distill: Weight = Schedule(start=0.0)
+    distill: Schedule = Schedule.constant(0.0)
     """The divergence from `teacher` at each sampled token."""
 
 
-class PartStreams(Section):
-    """Weights of the token streams of one environment of a mixture, in place of those of algorithm.streams."""
-
-    policy: Annotated[Schedule | None, BeforeValidator(_started)] = None
-    """null: algorithm.streams.policy."""
-    imitate: Annotated[Schedule | None, BeforeValidator(_started)] = None
-    """null: algorithm.streams.imitate."""
-    distill: Annotated[Schedule | None, BeforeValidator(_started)] = None
-    """null: algorithm.streams.distill."""
-
-
 def teacher_of(value: Json) -> Json:
-    """`{url: TEXT}` or `{path: TEXT}` for a text alone, which is short for it."""
-    if not isinstance(value, str):
-        return value
-    return {"url": value} if value.startswith(("http://", "https://")) else {"path": value}
+    """`{path: TEXT}` for a text alone, which is short for it."""
+    return {"path": value} if isinstance(value, str) else value
 
 
 class TeacherSection(Section):
     """A model that says how likely the sampled tokens are to it; a path or URL alone is short for it."""
 
-    path: str | None = None
+    path: str
     """A model in the trainer's processes: `tiny`, a Hugging Face folder, a name on the hub, or `policy`, which is the
-    one that is trained, as it is in each step (with a hint it teaches itself)."""
-    url: str | None = None
-    """A server that gives log-probs of a prompt's tokens, in place of `path`, such as http://HOST:30000."""
+    one that is trained, as it is in each step (with a hint it teaches itself). Or the URL of a server that gives
+    log-probs of a prompt's tokens, such as http://HOST:30000."""
     kind: Literal["auto", "sglang", "vllm", "openai"] = "auto"
     """What the server speaks. openai: completions with echo and log-probs. auto: it is asked."""
     model: str | None = None
@@ -108,24 +100,22 @@ class TeacherSection(Section):
     retries: Annotated[Count, Unit("attempts")] = 3
     """Further attempts at a request to the server that failed."""
     form: Literal["auto", "full", "top_k", "sampled"] = "auto"
-    """What is compared at each sampled token. full: the whole vocabulary, exact, for a `path` without a hint. top_k:
-    the teacher's likeliest tokens, all others as one. sampled: the sampled token, a policy gradient. auto: full where
-    it can be had; top_k for a path with a hint; sampled for a server."""
+    """What is compared at each sampled token. full: the whole vocabulary, exact, for a model here without a hint.
+    top_k: the teacher's likeliest tokens, all others as one. sampled: the sampled token, a policy gradient. auto: full
+    where it can be had; top_k for a model here with a hint; sampled for a server."""
     top_k: Annotated[Positive, Unit("tokens")] = 32
     """Tokens that `form: top_k` compares one by one. A vLLM server gives 20, unless it was started with a higher
     --max-logprobs."""
     temperature: Above0 = 1.0
-    """Temperature of a `path`'s distribution; servers give that of 1."""
+    """Temperature of the distribution of a model here; servers give that of 1."""
     hint: str | None = None
     """Text that the teacher alone is given, at the end of the prompt's last user message; {column} is a column of the
     task's data, such as {answer}."""
 
     @model_validator(mode="after")
-    def _one_place(self) -> "TeacherSection":
-        if (self.path is None) == (self.url is None):
-            raise ValueError("a teacher is either a `path` or a `url`")
-        if self.form == "full" and (self.url is not None or self.hint is not None):
-            raise ValueError("form: full compares whole vocabularies, which only a `path` without a hint gives")
+    def _possible(self) -> "TeacherSection":
+        if self.form == "full" and (self.served or self.hint is not None):
+            raise ValueError("form: full compares whole vocabularies, which only a model here without a hint gives")
         if self.kind == "openai" and self.form == "top_k":
             raise ValueError("kind: openai names tokens by their texts, so that form: top_k cannot be had: use sampled")
         if self.path == "policy" and self.hint is None:
@@ -133,11 +123,16 @@ class TeacherSection(Section):
         return self
 
     @property
+    def served(self) -> bool:
+        """Whether it is a server, and no model in the trainer's processes."""
+        return self.path.startswith(("http://", "https://"))
+
+    @property
     def compared(self) -> str:
         """`form`, with `auto` resolved."""
         if self.form != "auto":
             return self.form
-        return "sampled" if self.url is not None else "top_k" if self.hint is not None else "full"
+        return "sampled" if self.served else "top_k" if self.hint is not None else "full"
 
 
 COMPARING = ("grpo", "dr_grpo", "rloo", "opo", "grpo_passk", "reinforce_plus_plus_baseline")
@@ -231,16 +226,24 @@ class ReferenceSection(Section):
         return self
 
 
+_FUNCTIONS = ("advantage", "loss", "aggregation")
+"""Keys whose arguments are merged over those of a preset, where both name the same function."""
+
+
+def _over(preset: Json, given: Json) -> Json:
+    old, new = named(preset), named(given)
+    if not isinstance(new, dict) or new.get("name", old["name"]) != old["name"]:
+        return given
+    args = new.get("args", {})
+    return {**old, **new, "args": {**old.get("args", {}), **args} if isinstance(args, dict) else args}
+
+
 class AlgorithmSection(Section):
     """Advantages and the policy loss; the name of a preset alone is short for `{preset: NAME}`."""
 
     preset: str | None = None
     """Published settings that the other keys here change (`agentrl presets` lists them). null: the defaults below."""
     advantage: Annotated[AdvantageSection, BeforeValidator(named)] = AdvantageSection(name="grpo")
-    gamma: Fraction = 1.0
-    """Discount for each sampled token (gae, reinforce_plus_plus), or for each turn (turn)."""
-    lam: Fraction = 1.0
-    """Lambda of gae: 1 takes returns as they come, 0 relies on the critic."""
     loss: Annotated[LossSection, BeforeValidator(named)] = LossSection(name="ppo_clip")
     clip_low: Fraction = 0.2
     """How far below 1 the probability ratio may fall before it is clipped."""
@@ -310,7 +313,9 @@ class AlgorithmSection(Section):
             return given
         if name not in PRESETS:
             raise ValueError(f"no preset {name!r}{nearest(name, PRESETS)}")
-        return {**PRESETS[name].keys, **given}
+        preset = PRESETS[name].keys
+        functions = {key: _over(preset[key], given[key]) for key in _FUNCTIONS if key in preset and key in given}
+        return {**preset, **given, **functions}
 
     @model_validator(mode="after")
     def _target(self) -> "AlgorithmSection":

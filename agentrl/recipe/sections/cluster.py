@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.jsonable import Json
-from agentrl.recipe.sections.section import Count, Positive, Seconds, Section, Unit, Workers
+from agentrl.recipe.sections.section import Count, Positive, Seconds, Section, Unit, Workers, listed
 
 
 class PoolSection(Section):
@@ -17,20 +17,9 @@ class PoolSection(Section):
     """Processes of the pool."""
 
 
-class OffloadSection(Section):
-    """What lies in CPU memory while nothing computes with it; `offload: true` is short for parameters and optimizer."""
-
-    parameters: bool = False
-    """Weights and gradients: each layer is brought to the GPU as it computes. For workers on a cluster."""
-    optimizer: bool = False
-    """The optimizer's moments: they are brought to the GPU for its step, when activations are freed."""
-    activations: bool = False
-    """What activation checkpointing keeps of each layer until the backward pass."""
-
-
-def offloaded(value: Json) -> Json:
-    """Parameters and optimizer for true or false alone, which is short for both."""
-    return {"parameters": value, "optimizer": value} if isinstance(value, bool) else value
+def _offloaded(value: Json) -> Json:
+    """Parameters and optimizer for true, nothing for false."""
+    return (("parameters", "optimizer") if value else ()) if isinstance(value, bool) else listed(value)
 
 
 class ClusterSection(Section):
@@ -52,8 +41,11 @@ class ClusterSection(Section):
     """Workers for roles that do not share the actor's."""
     shard: Annotated[Count, Unit("workers")] = 0
     """Workers that hold one copy of the weights together; 0: all of them. Fewer: HSDP."""
-    offload: Annotated[OffloadSection, BeforeValidator(offloaded)] = OffloadSection()
-    """What lies in CPU memory while nothing computes with it; true: parameters and optimizer."""
+    offload: Annotated[tuple[Literal["parameters", "optimizer", "activations"], ...], BeforeValidator(_offloaded)] = ()
+    """What lies in CPU memory while nothing computes with it; true: parameters and optimizer. parameters: weights and
+    gradients, each layer is brought to the GPU as it computes, for workers on a cluster. optimizer: its moments,
+    brought to the GPU for its step, when activations are freed. activations: what activation checkpointing keeps of
+    each layer until the backward pass."""
     sequence_parallel: Workers = 1
     """Workers that share each sequence (Ulysses, arXiv:2309.14509)."""
 
@@ -68,9 +60,9 @@ class ClusterSection(Section):
             raise ValueError(f"nodes is {self.nodes}, but there are only {self.size} workers")
         if self.restarts and not self.used:
             raise ValueError("restarts is for workers on a cluster: set workers, or leave it at 0")
-        if self.offload.parameters and not self.used:
+        if "parameters" in self.offload and not self.used:
             raise ValueError(
-                "offload.parameters is for workers on a cluster; a single process keeps its weights on model.device: "
+                "offload: parameters is for workers on a cluster; a single process keeps its weights on model.device: "
                 "set workers or gpus, or leave it out"
             )
         roles = [role for pool in self.pools for role in pool.roles]

@@ -1,11 +1,11 @@
 """`env`, `tools`, `data` and `rewards`: the tasks, and what is good about an answer."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.jsonable import Json
-from agentrl.recipe.sections.algorithm import PartStreams, TeacherSection, teacher_of
+from agentrl.recipe.sections.algorithm import Schedule
 from agentrl.recipe.sections.section import Above0, Count, FunctionSection, Section, Unit, named
 
 
@@ -22,10 +22,10 @@ class EnvPart(Section):
     """Its share of the training tasks, relative to the weights of the others."""
     tools: tuple[str, ...] | None = None
     """Which of the recipe's tools its tasks offer. null: all."""
-    streams: PartStreams | None = None
-    """Weights of token streams for its samples. null: those of algorithm.streams."""
-    teacher: Annotated[TeacherSection | None, BeforeValidator(teacher_of)] = None
-    """Its teacher. null: the recipe's."""
+    streams: dict[Literal["policy", "imitate", "distill"], Schedule] = Field(default_factory=dict)
+    """Weights of token streams for its samples, in place of those of algorithm.streams."""
+    teacher: str | None = None
+    """Which of the recipe's `teachers` teaches its samples. null: `teacher`."""
 
 
 class EnvSection(Section):

@@ -2,9 +2,23 @@
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from agentrl.recipe.sections.section import AtLeast0, Count, Positive, Section, Steps, Tokens, Unit
+from agentrl.errors import nearest
+from agentrl.jsonable import Json
+from agentrl.recipe.sections.rollout import RolloutSection
+from agentrl.recipe.sections.section import Positive, Section, Steps, Unit
+
+OTHER = ("temperature", "top_p", "top_k", "max_turns", "max_turn_tokens", "max_tokens")
+"""Keys of `rollout` that evaluations may have another value of."""
+
+
+def _of_rollout(given: dict[str, Json]) -> dict[str, Json]:
+    for key in given:
+        if key not in OTHER:
+            raise ValueError(f"{key!r} is no key that evaluations may have another value of{nearest(key, OTHER)}")
+    section = RolloutSection.model_validate(given, strict=True)
+    return {key: getattr(section, key) for key in given}
 
 
 class EvalSection(Section):
@@ -18,17 +32,8 @@ class EvalSection(Section):
     """Tasks of each split."""
     samples: Annotated[Positive, Unit("samples per task")] = 1
     """Samples of each task."""
-    temperature: AtLeast0 | None = None
-    """Sampling temperature. null: that of rollout, as for the keys up to max_tokens."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample from the likeliest tokens that together have this probability."""
-    top_k: Annotated[Count, Unit("tokens")] | None = None
-    """Sample from this many of the likeliest tokens; 0: from all."""
-    max_turns: Annotated[Positive, Unit("turns")] | None = None
-    """Assistant turns of a request."""
-    max_turn_tokens: Tokens | None = None
-    """Tokens that the model may sample in one turn."""
-    max_tokens: Tokens | None = None
-    """Length of a whole conversation, prompt included."""
+    rollout: Annotated[dict[str, Json], AfterValidator(_of_rollout)] = Field(default_factory=dict)
+    """Keys of `rollout` that have another value in evaluations, such as {temperature: 0}: temperature, top_p, top_k,
+    max_turns, max_turn_tokens and max_tokens."""
     splits: tuple[str, ...] | None = None
     """Held-out splits to evaluate before and after training. null: all but validation."""

@@ -7,6 +7,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from agentrl.jsonable import Json
 from agentrl.recipe.sections.section import Positive, Section, listed
 
+VISION = "vision"
+"""Of model.lora.targets: the layers of the vision tower too."""
+
 
 class LoraSection(Section):
     """A LoRA adapter (arXiv:2106.09685), trained in place of the model's own weights."""
@@ -16,16 +19,31 @@ class LoraSection(Section):
     alpha: Positive = 32
     """Scale of what the adapter adds: it is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], Field(min_length=1), BeforeValidator(listed)] = ("all-linear",)
-    """Layers to adapt, by the end of their names, such as [q_proj, v_proj]. all-linear: all but the output layer."""
+    """Layers to adapt, by the end of their names, such as [q_proj, v_proj]. all-linear: all but the output layer.
+    vision: those of the vision tower too, which else stays as it is."""
     exclude: Annotated[tuple[str, ...], BeforeValidator(listed)] = ()
     """Layers of those to leave as they are, by the end of their names, or a part of them between dots, such as
     [router, layers.0]."""
-    vision: bool = False
-    """Adapt the layers of the vision tower too, where the model has one. false: it stays as it is."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout on the adapter's input during training."""
     start: str | None = None
     """A folder in peft's format, or its URL, to start from. null: a new adapter."""
+
+    @property
+    def vision(self) -> bool:
+        """Whether the layers of the vision tower are adapted too."""
+        return VISION in self.targets
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The ends of the names of the layers to adapt."""
+        return tuple(target for target in self.targets if target != VISION)
+
+    @model_validator(mode="after")
+    def _some_layers(self) -> "LoraSection":
+        if not self.layers:
+            raise ValueError("targets: vision goes with layers of some name: write [all-linear, vision]")
+        return self
 
 
 class ModelSection(Section):
@@ -61,7 +79,7 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_wish_for_the_tower(self) -> "ModelSection":
         if "vision" in self.freeze and self.lora is not None and self.lora.vision:
-            raise ValueError("`freeze` has vision, and `lora.vision` adapts it: leave one out")
+            raise ValueError("`freeze` has vision, and lora.targets too: leave one out")
         return self
 
     @property

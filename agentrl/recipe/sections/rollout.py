@@ -55,8 +55,8 @@ class RolloutSection(Section):
     max_tokens: Tokens = 4096
     """Length of a whole conversation, prompt included."""
     max_total_tokens: Annotated[int, Field(gt=0), Unit("tokens")] | None = None
-    """Tokens of all conversations of a request together, where `compact` or sub-agents make it several. null: as many
-    as max_turns and max_tokens allow."""
+    """Tokens of all conversations of a request together, where `compact`, sub-agents or an agent make it several. null:
+    as many as max_turns and max_tokens allow; 65536 for an agent."""
     compact: CompactSection | None = None
     """Go on from summaries; `{}` takes the defaults of its keys. null: a conversation ends at its limit."""
     max_tool_tokens: Tokens = 256

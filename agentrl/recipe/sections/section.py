@@ -1,10 +1,11 @@
 """What all sections of a recipe share: the base class, the types of numbers with their units, and short forms."""
 
+import math
 import shlex
 from dataclasses import dataclass
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer
 
 from agentrl.jsonable import Json
 
@@ -17,6 +18,17 @@ class Unit:
     """The unit, such as `seconds`."""
 
 
+def _whole_steps(value: float) -> float:
+    if value >= 1 and value != int(value):
+        raise ValueError(f"expected a share below 1, or a whole number of steps, got the number {value:g}")
+    return value
+
+
+def steps_of(warmup: float, steps: int) -> int:
+    """The steps of a warm-up, which is a share of `steps` where it is less than 1."""
+    return int(warmup) if warmup >= 1 else math.ceil(warmup * steps)
+
+
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
@@ -25,6 +37,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0), Unit("seconds")]
 Tokens = Annotated[int, Field(gt=0), Unit("tokens")]
 Steps = Annotated[int, Field(ge=0), Unit("steps")]
+Warmup = Annotated[float, Field(ge=0), AfterValidator(_whole_steps)]
 Workers = Annotated[int, Field(gt=0), Unit("workers")]
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from agentrl.errors import nearest
-from agentrl.recipe.sections.section import Above0, AtLeast0, Fraction, Positive, Section, Steps, Tokens, Unit, listed
+from agentrl.recipe.sections.section import Above0, AtLeast0, Fraction, Positive, Section, Tokens, Unit, Warmup, listed
 
 
 class SftStage(Section):
@@ -25,12 +25,12 @@ class SftStage(Section):
     """The learning rate falls to this share of its peak, and no lower."""
     batch: Annotated[Positive, Unit("conversations per step")] = 32
     """Conversations of each step."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: Muon for the matrices of the blocks, AdamW for the rest. It wants one process."""
-    muon_lr: Above0 = 0.02
-    """Muon's peak learning rate; it follows the same schedule as lr."""
-    warmup_steps: Steps | None = None
-    """Steps in which the learning rate rises from 0 to its peak. null: 60; beside sft.source a tenth of the stage."""
+    muon_lr: Above0 | None = None
+    """Train the matrices of the blocks by Muon, at this peak learning rate (0.02 is usual), which follows the same
+    schedule as lr. It wants one process. null: by AdamW, as the rest."""
+    warmup: Warmup | None = None
+    """Where the learning rate rises from 0 to its peak: a number of steps, or, below 1, a share of the stage. null: 60;
+    beside sft.source a tenth of the stage."""
     weight_decay: AtLeast0 = 0.05
     """Weight decay of the optimizer."""
 
@@ -157,16 +157,10 @@ class RewardModelSection(Section):
     pairs_per_group: Annotated[Positive, Unit("pairs")] = 4
     """Most pairs that are drawn from the rollouts of one group of a run folder."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Share of the pairs that is held out, by whole prompts; 0: none."""
-    eval_every: Steps = 50
-    """Steps between evaluations on the held-out pairs; 0: before and after training only."""
+    """Share of the pairs that is held out, by whole prompts, and evaluated every eval.every steps; 0: none."""
     epochs: Annotated[Positive, Unit("epochs")] = 1
     """Passes over the pairs."""
     batch: Annotated[Positive, Unit("pairs per step")] = 64
     """Pairs of each step."""
     lr: Above0 = 1e-5
-    """Peak learning rate; it falls to 0 by a cosine."""
-    warmup_steps: Steps = 0
-    """Steps in which the learning rate rises from 0 to its peak."""
-    weight_decay: AtLeast0 = 0.0
-    """Weight decay of the optimizer."""
+    """Peak learning rate, after the warm-up of `train`; it falls to 0 by a cosine."""

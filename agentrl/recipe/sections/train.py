@@ -1,11 +1,22 @@
 """`train`: steps, optimizer and checkpoints."""
 
-import math
 from typing import Annotated, Literal
 
 from pydantic import model_validator
 
-from agentrl.recipe.sections.section import Above0, AtLeast0, Count, Fraction, Positive, Section, Steps, Tokens, Unit
+from agentrl.recipe.sections.section import (
+    Above0,
+    AtLeast0,
+    Count,
+    Fraction,
+    Positive,
+    Section,
+    Steps,
+    Tokens,
+    Unit,
+    Warmup,
+    steps_of,
+)
 
 
 class TrainSection(Section):
@@ -17,10 +28,8 @@ class TrainSection(Section):
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Course of the learning rate after the warm-up."""
-    warmup_steps: Steps = 0
-    """Steps in which the learning rate rises from 0 to its peak."""
-    warmup_ratio: Fraction = 0.0
-    """The same as a share of `steps`, in place of warmup_steps."""
+    warmup: Warmup = 0.0
+    """Where the learning rate rises from 0 to its peak: a number of steps, or, below 1, a share of `steps`."""
     min_lr_ratio: Fraction = 0.0
     """Where cosine and linear end, as a share of the peak."""
     cycles: Positive = 1
@@ -50,14 +59,12 @@ class TrainSection(Section):
     """Threads of torch on a CPU; 0: one for each core."""
 
     @property
-    def warmup(self) -> int:
+    def warmup_steps(self) -> int:
         """The steps of the warm-up."""
-        return self.warmup_steps or math.ceil(self.warmup_ratio * self.steps)
+        return steps_of(self.warmup, self.steps)
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> "TrainSection":
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("warmup_steps and warmup_ratio say the same: set one of them")
+    def _falling(self) -> "TrainSection":
         if self.schedule == "constant" and (self.cycles > 1 or self.min_lr_ratio):
             key = "cycles" if self.cycles > 1 else "min_lr_ratio"
             raise ValueError(f"{key} has no effect with the schedule constant: choose cosine or linear")

@@ -51,7 +51,7 @@ async def test_greedy_equals_local(engines: Any, parts: Any) -> None:
 
 @pytest.mark.parametrize("form", ["sampled", "top_k"])
 def test_a_teacher_says_how_likely_given_tokens_are(form: str, parts: Any, sglang_url: str) -> None:
-    check_teacher(parts, url=sglang_url, form=form, top_k=4)
+    check_teacher(parts, path=sglang_url, form=form, top_k=4)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,11 @@ class GaeArgs(DiscountArgs):
     """Lambda: 1 takes returns as they come, 0 relies on the critic."""
 
 
+_UNDISCOUNTED, _GAE = DiscountArgs(), GaeArgs()
+
+
 @advantages.register("gae", needs_values=True)
-def gae(samples: Samples, config: AlgorithmSection, args: GaeArgs) -> TokenAdvantages:
+def gae(samples: Samples, config: AlgorithmSection, args: GaeArgs = _GAE) -> TokenAdvantages:
     """Generalized advantage estimation with a critic's values, one per token, whitened over the step.
 
     arXiv:1506.02438, equations 11, 12 and 16: d_t = r_t + gamma V_t+1 - V_t, A_t = sum over l of (gamma lam)^l d_t+l,
@@ -49,7 +52,9 @@ def gae(samples: Samples, config: AlgorithmSection, args: GaeArgs) -> TokenAdvan
 
 
 @advantages.register("reinforce_plus_plus")
-def reinforce_plus_plus(samples: Samples, config: AlgorithmSection, args: DiscountArgs) -> TokenAdvantages:
+def reinforce_plus_plus(
+    samples: Samples, config: AlgorithmSection, args: DiscountArgs = _UNDISCOUNTED
+) -> TokenAdvantages:
     """Discounted reward-to-go, one per token, whitened over the step, without a critic or a comparison within a task.
 
     REINFORCE++ (arXiv:2501.03262), global advantage normalization: A_t = sum over l of gamma^l r_t+l, centred over all
@@ -74,7 +79,7 @@ def reinforce_plus_plus_baseline(samples: Samples, config: AlgorithmSection) -> 
 
 
 @advantages.register("turn", needs_turns=True)
-def turn(samples: Samples, config: AlgorithmSection, args: DiscountArgs) -> TokenAdvantages:
+def turn(samples: Samples, config: AlgorithmSection, args: DiscountArgs = _UNDISCOUNTED) -> TokenAdvantages:
     """Rewards from a turn on, minus those of the other samples of the task that reached that turn: one per token.
 
     A_ik = G_ik - mean over j != i of G_jk, over the samples j of the task that have a turn k; the mean is 0 where there
@@ -224,7 +229,7 @@ def _token_rewards(samples: Samples) -> Tensor:
 
 
 @advantages.register("pf_ppo_best_worst", needs_values=True)
-def pf_ppo_best_worst(samples: Samples, config: AlgorithmSection, args: GaeArgs) -> TokenAdvantages:
+def pf_ppo_best_worst(samples: Samples, config: AlgorithmSection, args: GaeArgs = _GAE) -> TokenAdvantages:
     """PF-PPO with the policy BW: `gae` with half of a task's weight on its best sample and half on its worst.
 
     PF-PPO (arXiv:2409.06957) ranks the N samples of a task by reward, since rewards in the middle are unreliable, draws
@@ -238,7 +243,7 @@ def pf_ppo_best_worst(samples: Samples, config: AlgorithmSection, args: GaeArgs)
 
 
 @advantages.register("pf_ppo_best_random", needs_values=True)
-def pf_ppo_best_random(samples: Samples, config: AlgorithmSection, args: GaeArgs) -> TokenAdvantages:
+def pf_ppo_best_random(samples: Samples, config: AlgorithmSection, args: GaeArgs = _GAE) -> TokenAdvantages:
     """PF-PPO with the policy BR (see `pf_ppo_best_worst`): `gae` with half of a task's weight on its best sample and
     half spread over the others."""
     groups, rewards = Groups(samples.groups), earned(samples)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agentrl.algo import advantages
 from agentrl.algo.terms import Samples, TokenAdvantages
-from agentrl.recipe.sections.algorithm import AlgorithmSection
+from agentrl.recipe.sections.algorithm import AdvantageSection, AlgorithmSection
 
 CONFIG = AlgorithmSection()
 
@@ -25,7 +25,7 @@ def samples(rewards: list[float], groups: list[int], lengths: list[int] | None =
 
 def per_sample(name: str, given_: Samples) -> list[float]:
     """One number a sample, whichever form the estimator chose (lengths are at least 1)."""
-    found = advantages.get(name).function(given_, CONFIG)
+    found = advantages.bound(AdvantageSection(name=name))(given_, CONFIG)
     if isinstance(found, TokenAdvantages):
         found = found.advantages[torch.cumsum(given_.lengths, 0) - 1]
     return [float(value) for value in found]
@@ -59,7 +59,7 @@ def test_reinforce_plus_plus_baseline_whitens_the_whole_step() -> None:
     given_ = samples([1, 0, 6, 2], [0, 0, 1, 1], [1, 3, 1, 1])
     tokens = torch.tensor([0.5, -0.5, -0.5, -0.5, 2, -2])
     wanted = (tokens - tokens.mean()) / tokens.std()
-    found = advantages.get("reinforce_plus_plus_baseline").function(given_, CONFIG)
+    found = advantages.bound(AdvantageSection(name="reinforce_plus_plus_baseline"))(given_, CONFIG)
     assert isinstance(found, TokenAdvantages)
     torch.testing.assert_close(found.advantages, wanted, atol=1e-5, rtol=0)
 
@@ -76,7 +76,7 @@ def test_policy_filtration_weighs_the_advantages_of_gae_by_rank(name: str, weigh
     rewards, lengths = [5, 3, 2, 1, 1, 1, 0, 4, 4, 7], [1, 2, 3, 1, 1, 2, 1, 2, 1, 2]
     given_ = samples([float(r) for r in rewards], [0, 0, 0, 0, 1, 1, 1, 2, 2, 3], lengths)
     given_ = replace(given_, values=torch.linspace(-1, 1, sum(lengths)))
-    plain, found = (advantages.get(one).function(given_, CONFIG) for one in ("gae", name))
+    plain, found = (advantages.bound(AdvantageSection(name=one))(given_, CONFIG) for one in ("gae", name))
     each = torch.repeat_interleave(torch.tensor(weights), given_.lengths)
     torch.testing.assert_close(found.advantages, plain.advantages * each, atol=1e-6, rtol=1e-6)
     assert torch.equal(found.returns, plain.returns)

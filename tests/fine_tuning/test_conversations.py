@@ -533,9 +533,7 @@ def test_an_update_is_that_of_the_mean_cross_entropy() -> None:
 
 
 def test_muon_goes_on_from_its_saved_state() -> None:
-    recipe = Recipe.model_validate(
-        {"model": {"device": "cpu"}, "sft": {"source": "x", "stages": [{"optimizer": "muon"}]}}
-    )
+    recipe = Recipe.model_validate({"model": {"device": "cpu"}, "sft": {"source": "x", "stages": [{"muon_lr": 0.02}]}})
     course = Course.of(recipe, 64)
     changed = learning_recipe(recipe, course, True)
     groups = [Group(t.task, (t,)) for t in (laid(ROW), laid({"messages": [USER, HI]}))]

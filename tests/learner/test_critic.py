@@ -1,5 +1,6 @@
 """The critic: exact against separate sequences and under every splitting, and it learns to foresee returns."""
 
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ import pytest
 import torch
 from learner_help import REWARDS, make_groups, save_tokenizer
 from learner_help import make_model as make_policy
+
+DISCOUNTS = {"lam": 0.9}
+DISCOUNTED = partial(gae, args=GaeArgs(**DISCOUNTS))
 from packing_help import SHAPES, make_batch, make_deep, make_model
 
-from agentrl.algo.returns import gae
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import BlockForward, ModuleForward, SequenceForward
 from agentrl.compute.micro_batches import EMPTY
@@ -168,7 +171,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_recipe(folder: Path, critic: dict[str, Any] | None = None, adapter: bool = False, **train: Any) -> Recipe:
     return Recipe(
         model=ModelSection(path=str(folder), lora=LoraSection(rank=4, alpha=8) if adapter else None),
-        algorithm=AlgorithmSection(advantage={"name": "gae", "args": {"lam": 0.9}}),
+        algorithm=AlgorithmSection(advantage={"name": "gae", "args": DISCOUNTS}),
         critic=CriticSection(**{"lr": 1e-2, **(critic or {})}),
         train=TrainSection(**{"steps": 10, **train}),
     )
@@ -180,7 +183,7 @@ def make_step(critic: Critic, shapes: list[tuple[int, list[int]]] = SHAPES) -> B
     batch.tokens["ids"][:] %= 64
     batch = batch.with_samples(reward=np.random.default_rng(1).random(len(batch)).astype(np.float32))
     batch = batch.with_tokens(values=critic.values(batch))
-    batch = with_advantages(batch, gae, critic.recipe.algorithm)
+    batch = with_advantages(batch, DISCOUNTED, critic.recipe.algorithm)
     return batch.with_tokens(weight=batch.spread(np.full(len(batch), 1 / batch.sampled.sum(), np.float32)))
 
 
@@ -305,7 +308,7 @@ def test_values_regress_to_returns(folder: Path) -> None:
             batch.tokens["loss_mask"][batch.span(i)] = np.arange(10) >= 4
         batch = batch.with_samples(reward=good.astype(np.float32))
         batch = batch.with_tokens(values=critic.values(batch))
-        batch = with_advantages(batch, gae, critic.recipe.algorithm)
+        batch = with_advantages(batch, DISCOUNTED, critic.recipe.algorithm)
         return batch.with_tokens(weight=batch.spread(np.full(len(batch), 1 / batch.sampled.sum(), np.float32)))
 
     first = critic_metrics(critic.update(step(), 5e-3))
@@ -348,7 +351,7 @@ def test_what_an_unlikely_token_costs_is_foreseen_within_some_updates(folder: Pa
         logprobs[~good, 5] = np.log(0.05)
         batch = batch.with_samples(reward=good.astype(np.float32))
         batch = batch.with_tokens(logprobs=(logprobs.ravel() * batch.tokens["loss_mask"]).astype(np.float32))
-        batch = with_advantages(batch.with_tokens(values=critic.values(batch)), gae, critic.recipe.algorithm)
+        batch = with_advantages(batch.with_tokens(values=critic.values(batch)), DISCOUNTED, critic.recipe.algorithm)
         batch = batch.with_tokens(weight=batch.spread(np.full(len(batch), 1 / batch.sampled.sum(), np.float32)))
         found.append(critic_metrics(critic.update(batch, 3e-3))["critic/explained_variance"])
     assert found[0] == 0

@@ -98,15 +98,15 @@ def test_an_adapter_leaves_the_tower_alone_unless_it_is_asked_for(folder: Path) 
     with pytest.raises(UserError, match=r"no linear layer 'qkv' .*of its vision tower by vision"):
         load(folder, lora={**ADAPTED, "targets": ["qkv"]})
     with pytest.raises(UserError, match=r"^model.lora.targets: vision: Qwen3ForCausalLM has no vision tower"):
-        load_model(ModelSection(lora=LoraSection(vision=True)))
+        load_model(ModelSection(lora=LoraSection(targets=BOTH["targets"])))
     with pytest.raises(ValueError, match=r"`freeze` has vision, and lora.targets too"):
-        ModelSection(path="x", freeze=("vision",), lora=LoraSection(vision=True))
+        ModelSection(path="x", freeze=("vision",), lora=LoraSection(targets=BOTH["targets"]))
 
 
 @pytest.mark.parametrize("vision", [False, True])
 def test_an_adapter_is_merged_alike_everywhere(vision: bool, folder: Path, tmp_path: Path) -> None:
     """Packed or not, in the checkpoint, started again from its folder, and switched off."""
-    section = {**ADAPTED, "vision": vision}
+    section = BOTH if vision else ADAPTED
     model, base = stirred(load(folder, lora=section)), load(folder)
     merged = load(folder)
     merged.load_state_dict(merged_state(model))

@@ -11,11 +11,9 @@ import pytest
 import torch
 from learner_help import REWARDS, make_groups, save_tokenizer
 from learner_help import make_model as make_policy
-
-DISCOUNTS = {"lam": 0.9}
-DISCOUNTED = partial(gae, args=GaeArgs(**DISCOUNTS))
 from packing_help import SHAPES, make_batch, make_deep, make_model
 
+from agentrl.algo.returns import GaeArgs, gae
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import BlockForward, ModuleForward, SequenceForward
 from agentrl.compute.micro_batches import EMPTY
@@ -42,6 +40,9 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import AlgorithmSection, CriticSection
 from agentrl.recipe.sections.model import LoraSection, ModelSection
 from agentrl.recipe.sections.train import TrainSection
+
+DISCOUNTS = {"lam": 0.9}
+DISCOUNTED = partial(gae, args=GaeArgs(**DISCOUNTS))
 
 
 def make_values(family: str) -> ValueModel:

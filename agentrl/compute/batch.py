@@ -374,6 +374,8 @@ def balanced(trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
 
     Of several ways to cut the trees the one that cuts least is taken, unless its fullest part is fuller.
     """
+    if parts == 1:
+        return [[Piece(index, tree.tokens, tuple(range(len(tree.samples)))) for index, tree in enumerate(trees)]]
     ideal = sum(tree.tokens for tree in trees) / parts
     ways = [_placed([p for i, t in enumerate(trees) for p in _cut(i, t, size * ideal)], trees, parts) for size in SIZES]
     if any(tree.root is None for tree in trees):

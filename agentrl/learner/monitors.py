@@ -6,6 +6,7 @@ says which conditions its newest row raised.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from math import isfinite, sqrt
 from statistics import fmean, median, variance
 from typing import NamedTuple
@@ -141,7 +142,27 @@ def _moved(before: Sequence[float], now: Sequence[float]) -> float:
     return (fmean(now) - fmean(before)) / max(error, 1e-9)
 
 
-# Conditions: each returns a line, or None
+def _lasting(history: History, least: float, share: Callable[[Row], float]) -> float | None:
+    """The mean share in the last STEPS steps, where it was `least` or more in each."""
+    shares = [share(row) for row in history.rows[-STEPS:]]
+    return fmean(shares) if min(shares) >= least else None
+
+
+Condition = Callable[[History], str | None]
+"""Gives the line of what is wrong; None: nothing is."""
+
+
+def after(steps: int) -> Callable[[Condition], Condition]:
+    """A condition of so many steps at least: it is not asked before there are as many."""
+
+    def decorate(condition: Condition) -> Condition:
+        @wraps(condition)
+        def asked(history: History) -> str | None:
+            return condition(history) if len(history.rows) >= steps else None
+
+        return asked
+
+    return decorate
 
 
 FEW_CALLS = 8
@@ -173,10 +194,11 @@ def _unknown_calls(history: History, row: Row) -> str:
     return f"{unknown} of {calls} calls name tools that do not exist{named}; {offered}"
 
 
+@after(STEPS)
 def no_contrast(history: History) -> str | None:
     """The samples of each task have equal rewards, STEPS steps in a row."""
     recipe, rows = history.recipe, history.rows[-STEPS:]
-    if len(rows) < STEPS or not all(_learns_nothing(recipe, row) for row in rows):
+    if not all(_learns_nothing(recipe, row) for row in rows):
         return None
     return (
         f"{history.span}: no two samples of a task differed in their reward, and "
@@ -226,45 +248,48 @@ CUT = 0.25
 """Share of a step's samples that ran out of tokens, or of time, from which on it is said."""
 
 
+@after(STEPS)
 def cut_by_length(history: History) -> str | None:
     """At least CUT of the samples ran out of tokens, STEPS steps in a row."""
-    shares = [_share(row, "stop/length") for row in history.rows[-STEPS:]]
-    if len(shares) < STEPS or min(shares) < CUT:
+    if (share := _lasting(history, CUT, lambda row: _share(row, "stop/length"))) is None:
         return None
     r = history.recipe.rollout
     return (
-        f"{history.span}: {fmean(shares):.0%} of the samples ran out of tokens before they ended. Likely cause: "
-        f"limits too low (rollout.max_turn_tokens is {r.max_turn_tokens}, rollout.max_tokens {r.max_tokens}), or a "
-        "model "
-        "that does not stop: raise them, or take length off the reward"
+        f"{history.span}: {share:.0%} of the samples ran out of tokens before they ended. Likely cause: limits too "
+        f"low (rollout.max_turn_tokens is {r.max_turn_tokens}, rollout.max_tokens {r.max_tokens}), or a model that "
+        "does not stop: raise them, or take length off the reward"
     )
 
 
+@after(STEPS)
 def cut_by_time(history: History) -> str | None:
     """At least CUT of the samples ran out of time, STEPS steps in a row."""
-    shares = [_share(row, "stop/timeout") for row in history.rows[-STEPS:]]
-    if len(shares) < STEPS or min(shares) < CUT:
+    if (share := _lasting(history, CUT, lambda row: _share(row, "stop/timeout"))) is None:
         return None
     return (
-        f"{history.span}: {fmean(shares):.0%} of the samples ran out of time. Likely cause: a slow tool or environment "
+        f"{history.span}: {share:.0%} of the samples ran out of time. Likely cause: a slow tool or environment "
         "(tool/<name>/seconds, time/sample_environment_s), or an engine with more conversations than it can serve: "
         "lower rollout.concurrency, or raise rollout.timeout"
     )
 
 
+@after(STEPS)
 def answers_unreceived(history: History) -> str | None:
     """Nobody received at least CUT of the answers to an agent's calls, STEPS steps in a row."""
-    rows = history.rows[-STEPS:]
-    shares = [row.get("gateway/unreceived", 0) / max(1, row.get("gateway/calls", 0)) for row in rows]
-    if len(shares) < STEPS or min(shares) < CUT:
+
+    def unreceived(row: Row) -> float:
+        return float(row.get("gateway/unreceived", 0) / max(1, row.get("gateway/calls", 0)))
+
+    if (share := _lasting(history, CUT, unreceived)) is None:
         return None
     return (
-        f"{history.span}: nobody received {fmean(shares):.0%} of the answers to the agent's calls, which are not "
+        f"{history.span}: nobody received {share:.0%} of the answers to the agent's calls, which are not "
         "trained. Likely cause: the time-out of the agent's client is shorter than an answer takes: raise it, or lower "
         "rollout.concurrency"
     )
 
 
+@after(WINDOW)
 def tools_not_called(history: History) -> str | None:
     """No tool is called in the first steps, or what was called before is called no longer."""
     tools = _tools(history)
@@ -277,8 +302,8 @@ def tools_not_called(history: History) -> str | None:
             f"step {history.rows[-1]['step']}: the model hardly calls {', '.join(gone)} any more. Likely cause: "
             "answers without a call earn as much, or calls cost reward: compare both in trajectories/"
         )
-    astray = fmean(_share(row, f"tool/{UNKNOWN}/calls") for row in history.rows[-WINDOW:] or [{}])
-    if tools and len(history.rows) >= WINDOW and not any(map(any, calls.values())) and astray < ASTRAY:
+    astray = fmean(_share(row, f"tool/{UNKNOWN}/calls") for row in history.rows[-WINDOW:])
+    if tools and not any(map(any, calls.values())) and astray < ASTRAY:
         return (
             f"the model called no tool in {WINDOW} steps ({', '.join(tools)}). Likely cause: a model that does not "
             "write this chat template's calls, or a reward that is earned without: try `agentrl try`, warm-start the "
@@ -287,6 +312,7 @@ def tools_not_called(history: History) -> str | None:
     return None
 
 
+@after(WINDOW)
 def entropy_collapse(history: History) -> str | None:
     """The entropy fell below a tenth of what it was, and the reward did not rise, or fell from what it had been."""
     entropies, rewards = history.last("train/entropy", WINDOW), history.last("reward/mean", WINDOW)
@@ -317,6 +343,7 @@ def mismatch(history: History) -> str | None:
     )
 
 
+@after(WINDOW)
 def mismatch_growing(history: History) -> str | None:
     """The mismatch is within its bound, and five times what it was in the beginning."""
     now, windows = history.last("mismatch/logprob_mean", WINDOW), history.before("mismatch/logprob_mean")
@@ -352,6 +379,7 @@ def _number_format(recipe: Recipe) -> str:
     return f"model.compute {model.compute}" if model.mixed else f"model.dtype {model.dtype}"
 
 
+@after(WINDOW)
 def gradient_spike(history: History) -> str | None:
     """The gradient is ten times the median of the steps before, and is clipped."""
     norms, limit = [norm for norm in history.last("train/grad_norm") if norm > 0], history.recipe.train.max_grad_norm
@@ -396,6 +424,7 @@ def accuracy_falls(history: History) -> str | None:
     return None
 
 
+@after(WINDOW)
 def part_gamed(history: History) -> str | None:
     """One reward part rose while another fell by a fifth or more, both far beyond their noise."""
     weights = history.recipe.rewards.weights
@@ -425,6 +454,7 @@ def _is_part(key: str) -> bool:
     return kind == "reward" and "/" not in part and part not in ("mean", "std", "min", "max", "kl_penalty")
 
 
+@after(STEPS)
 def stale(history: History) -> str | None:
     """Samples were older than the healthy range in the mean, STEPS steps in a row."""
     ages, most = history.last("rollout/staleness_mean", STEPS), RANGES["rollout/staleness_mean"][1]
@@ -437,20 +467,21 @@ def stale(history: History) -> str | None:
     )
 
 
+@after(STEPS)
 def samples_failed(history: History) -> str | None:
     """A tenth of the samples or more failed, STEPS steps in a row."""
-    shares = [_share(row, "rollout/failed") for row in history.rows[-STEPS:]]
-    if len(shares) < STEPS or min(shares) < 0.1:
+    if (share := _lasting(history, 0.1, lambda row: _share(row, "rollout/failed"))) is None:
         return None
     row = history.rows[-1]
     counts = {key.rpartition("/")[2]: row[key] for key in row if key.startswith("rollout/failed/")}
     owner = max(counts, key=lambda one: counts[one], default="?")
     return (
-        f"{history.span}: {fmean(shares):.0%} of the samples failed, most by {owner}, and were not trained on. "
+        f"{history.span}: {share:.0%} of the samples failed, most by {owner}, and were not trained on. "
         "agentrl show RUN --failed prints the errors"
     )
 
 
+@after(WINDOW)
 def tool_fails(history: History) -> str | None:
     """More than half of the calls of a tool end in an error, and no fewer than before."""
     for name in _tools(history):
@@ -467,6 +498,7 @@ def tool_fails(history: History) -> str | None:
     return None
 
 
+@after(STEPS)
 def tool_slow(history: History) -> str | None:
     """A tool's calls take half of their time limit, or five times and a second longer than in the beginning."""
     limit = history.recipe.rollout.tool_timeout
@@ -490,11 +522,12 @@ def _tools(history: History) -> list[str]:
     return [name for name in dict.fromkeys(key[1] for key in keys if len(key) == 3) if name != UNKNOWN]
 
 
+@after(STEPS)
 def environment_slow(history: History) -> str | None:
     """Samples spend most of their time in the environment, and steps most of theirs in sampling."""
     rows = history.rows[-STEPS:]
     parts = ("time/sample_engine_s", "time/sample_tools_s", "time/sample_environment_s", "time/sample_hooks_s")
-    if len(rows) < STEPS or history.recipe.rollout.overlap != "none":
+    if history.recipe.rollout.overlap != "none":
         return None
     for row in rows:
         spent = {key: row.get(key, 0.0) for key in parts}
@@ -508,7 +541,7 @@ def environment_slow(history: History) -> str | None:
     )
 
 
-CONDITIONS: Mapping[str, Callable[[History], str | None]] = {
+CONDITIONS: Mapping[str, Condition] = {
     "tools_unknown": tools_unknown,
     "no_contrast": no_contrast,
     "cut_by_length": cut_by_length,

@@ -23,6 +23,7 @@ class Tool(ABC):
     parameters: Mapping[str, Json] = {"type": "object", "properties": {}}
     reward_parts: tuple[str, ...] | None = ()
     converses: bool = False
+    _written: "tuple[tuple[object, ...], dict[str, Json]] | None" = None
 
     async def create(self, session: Session, **create_kwargs: Json) -> None:  # noqa: B027 - a hook with a default
         """Take what one request needs, once, before its first token."""
@@ -48,13 +49,18 @@ class Tool(ABC):
     @property
     def schema(self) -> dict[str, Json]:
         """The tool as prompts have it: `{"type": "function", "function": {...}}`, its parameters in the form of
-        `transformers.utils.get_json_schema`. Raises UserError where no prompt can hold them: types with recursion."""
+        `transformers.utils.get_json_schema`. Made once, so that a chat knows it again; anew where the tool has another
+        name, description or parameters by now. Raises UserError where no prompt can hold them: types with recursion."""
+        given = (self.name, self.description, self.parameters)
+        if self._written is not None and all(one is other for one, other in zip(self._written[0], given, strict=True)):
+            return self._written[1]
         try:
             parameters = prompt_schema(self.parameters)
         except UserError as error:
             raise UserError(f"tool {self.name!r}: {error}") from None
         function = {"name": self.name, "description": self.description, "parameters": parameters}
-        return {"type": "function", "function": function}
+        self._written = given, {"type": "function", "function": function}
+        return self._written[1]
 
 
 class ToolSource(ABC):

@@ -24,7 +24,7 @@ FILES = {
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-new_app = typer.Typer(help="Write a small package with a new tool, environment or agent.")
+new_app = typer.Typer(rich_markup_mode=None, help="Write a small package with a new tool, environment or agent.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of its Python module: small letters, digits and _.")]
 Into = Annotated[str, typer.Option("--into", metavar="DIR", help="Folder in which to make the folder NAME.")]
 

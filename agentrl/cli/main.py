@@ -55,7 +55,6 @@ SAVING = "agentrl-save"  # the name of a thread that writes a checkpoint
 _ClickError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 
-
 class _Commands(TyperGroup):
     """Lists the commands under the headings that they name, as plain text: to draw it costs more than all the rest."""
 

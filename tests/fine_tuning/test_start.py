@@ -1,19 +1,14 @@
 """What a recipe's `start` teaches: kept, gone on with, begun with, told; and what it is kept under."""
 
 import json
-import os
 import shutil
-import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
-from agentrl_envs.gsm8k.environment import Gsm8k
 from cli_help import quiet, refused
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 
 from agentrl import Recipe, UserError
 from agentrl.cli import main
@@ -21,7 +16,6 @@ from agentrl.fine_tuning.stage import file_digest, stage_key, stage_recipe
 from agentrl.fine_tuning.start import train
 from agentrl.learner.monitors import not_taken
 from agentrl.models.load import resolve
-from agentrl.plugins.types import Message, Task
 from agentrl.training.display import Display
 from agentrl.training.run import TrainResult, resume_run
 
@@ -63,7 +57,7 @@ def weights(folder: Path | str) -> Mapping[str, Any]:
 
 
 def far(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    return max(float(np.abs(one[name].astype(np.float32) - other[name].astype(np.float32)).max()) for name in one)
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
 
 
 @pytest.mark.slow
@@ -92,21 +86,28 @@ def test_a_run_begins_with_what_was_taught_and_the_next_one_too(tmp_path: Path) 
         resume_run(str(again.folder), overrides=["train.steps=3", "start=null"])
 
 
-class Interrupted(Gsm8k):
-    """Sends Ctrl-C as it demonstrates for the hundredth time, once."""
+INTERRUPTING = """
+import os, signal
 
+class Interrupting(Gsm8k):
     shown = 0
 
-    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+    def demonstrate(self, task, rng, style):
         type(self).shown += 1
-        if self.shown == 100:
+        if self.shown == 100:  # once
             os.kill(os.getpid(), signal.SIGINT)
         return super().demonstrate(task, rng, style)
+"""
 
 
 @pytest.mark.slow
-def test_a_stage_that_was_interrupted_is_gone_on_with() -> None:
-    long = {"env": {"name": "test_start:Interrupted"}, "sft": {"stages": [{"steps": 60, "batch": 2, "lr": 1e-4}]}}
+def test_a_stage_that_was_interrupted_is_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "interrupting.py").write_text(INTERRUPTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    long = {
+        "env": {"name": "interrupting:Interrupting"},
+        "sft": {"stages": [{"steps": 60, "batch": 2, "lr": 1e-4}]},
+    }
     with pytest.raises(KeyboardInterrupt, match=r"interrupted after \d+ steps of the start"):
         run(**long)
     assert not Path("runs").exists()
@@ -120,7 +121,7 @@ def test_a_stage_that_was_interrupted_is_gone_on_with() -> None:
 def test_an_adapter_is_taught_and_gone_on_with() -> None:
     result, _ = run(model={"lora": {}})
     taught = load_file(result.folder / "start" / "adapter" / "adapter_model.safetensors")
-    assert any(np.abs(value).max() > 0 for name, value in taught.items() if "lora_B" in name)
+    assert any(bool(value.any()) for name, value in taught.items() if "lora_B" in name)
     trained = load_file(result.checkpoint / "adapter" / "adapter_model.safetensors")
     assert far(taught, trained) < 1e-6
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from agentrl.eval.compare import compare
     from agentrl.eval.evaluate import evaluate
     from agentrl.fine_tuning.run import sft
+    from agentrl.fine_tuning.start import train
     from agentrl.plugins.agent import Agent, AgentClient, Outcome
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment, LazyTasks
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         ToolResponse,
     )
     from agentrl.recipe.schema import Recipe
-    from agentrl.training.run import train
 
 _HOMES = {
     "Agent": "agentrl.plugins.agent",
@@ -65,7 +65,7 @@ _HOMES = {
     "evaluate": "agentrl.eval.evaluate",
     "sft": "agentrl.fine_tuning.run",
     "tool": "agentrl.plugins.decorator",
-    "train": "agentrl.training.run",
+    "train": "agentrl.fine_tuning.start",
 }
 
 __version__ = "0.2.0"

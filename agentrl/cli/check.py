@@ -61,6 +61,8 @@ def check_command(
                 unread = error
                 out.print("(they cannot be read, see below)", style="dim")
             _show_tools(out, env, toolbox)
+            if checked.start is not None and unread is None:
+                _show_start(out, checked)
             _show_memory(out, checked, fetch=unread is None)
             if unread is not None:
                 raise unread
@@ -119,6 +121,23 @@ def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
         out.print(f"  {tool.description}", markup=False, soft_wrap=True)
         shown = tool.schema["function"]["parameters"]
         out.print(f"  {json.dumps(shown, ensure_ascii=False)}", markup=False, soft_wrap=True)
+
+
+def _show_start(out: "Console", recipe: "Recipe") -> None:
+    """Print what is taught before the first step, and whether it is kept from a run before."""
+    from agentrl.fine_tuning.stage import stage_recipe
+    from agentrl.fine_tuning.start import kept, place_of
+    from agentrl.fine_tuning.trainer import RATES, size_of
+
+    place, section = place_of(recipe), stage_recipe(recipe).sft
+    assert section is not None
+    _title(out, f"start: {recipe.start}")
+    for stage in section.stages:
+        length = f"{stage.steps} steps" if stage.steps else f"{stage.epochs:g} epochs"
+        rate = stage.lr or RATES[size_of(recipe)]
+        out.print(f"{length} of {stage.batch} conversations, {stage.optimizer}, lr {rate:g}", highlight=False)
+    told = "taught already: a run begins with" if kept(place) else "taught before the first step, and kept in"
+    out.print(f"{told} {place}", style="dim", markup=False, soft_wrap=True)
 
 
 def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from agentrl import __version__
 from agentrl.cli.chat import chat_command
@@ -53,12 +54,29 @@ SAVING = "agentrl-save"  # the name of a thread that writes a checkpoint
 # typer brings its own copy of click in some versions and uses the package in others; this finds the base class in both.
 _ClickError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
+
+class _Commands(TyperGroup):
+    """Lists the commands under the headings that they name, as plain text: to draw it costs more than all the rest."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands, heading by heading."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            heading = getattr(command, "rich_help_panel", None) or "Commands"
+            rows.setdefault(str(heading), []).append((name, command.get_short_help_str(limit=500)))
+        for heading, found in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(found)
+
+
 app = typer.Typer(
     name="agentrl",
+    cls=_Commands,
+    rich_markup_mode=None,
     help="Train language-model agents that use tools over many turns, with reinforcement learning.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 
 

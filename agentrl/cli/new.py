@@ -18,12 +18,13 @@ FILES = {
     "source.py": "src/{name}.py",
     "test.py": "tests/test_{name}.py",
     "recipe.yaml": "recipes/{name}.yaml",
+    "tasks.jsonl": "tasks.jsonl",
 }
-"""Template (with `.tmpl` behind it) -> file."""
+"""Template (with `.tmpl` behind it) -> file; not every kind has each."""
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-new_app = typer.Typer(help="Write a small package with a new tool, environment or agent.")
+new_app = typer.Typer(rich_markup_mode=None, help="Write a small package with a new tool, environment or agent.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of its Python module: small letters, digits and _.")]
 Into = Annotated[str, typer.Option("--into", metavar="DIR", help="Folder in which to make the folder NAME.")]
 
@@ -48,7 +49,7 @@ def new_agent_command(name: Name, into: Into = ".") -> None:
 
 _TRIED = {
     "tool": '{name} \'{{"expression": "2*3"}}\'',
-    "env": "{name} --task 0 --tools calculator",
+    "env": "{name} --task 0",
     "agent": "recipes/{name}.yaml --model tiny",
 }
 
@@ -73,6 +74,7 @@ def write_package(kind: str, name: str, folder: Path) -> None:
     texts = {
         target.format(name=name): Template((templates / f"{source}.tmpl").read_text(encoding="utf-8"))
         for source, target in FILES.items()
+        if (templates / f"{source}.tmpl").is_file()
     }
     if folder.exists():
         raise UserError(f"{folder} already exists: choose another name, or another folder by --into")

@@ -55,7 +55,7 @@ def _train(path: str | None, given: list[str], resume: str | None, force: bool, 
         recipe = load_recipe(own[0], given)
         if not any(key.startswith("output=") for key in given):
             recipe = recipe.changed(output=None)  # its own is the run's
-        from agentrl.training.run import train
+        from agentrl.fine_tuning.start import train
 
         result = train(recipe, name=Path(stored[0]).absolute().name, stored=stored)
     elif path is None and stored:
@@ -67,7 +67,7 @@ def _train(path: str | None, given: list[str], resume: str | None, force: bool, 
         raise UserError("train needs a recipe, such as gsm8k_tool (see `agentrl recipes`), or --resume RUN")
     else:
         recipe = load_recipe(path, given)  # before anything heavy is imported
-        from agentrl.training.run import train
+        from agentrl.fine_tuning.start import train
 
         result = train(recipe, name=recipe_name(path), stored=stored)
     return result.interrupted

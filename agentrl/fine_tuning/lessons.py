@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,11 @@ from agentrl.data.media import Images
 from agentrl.data.rows import Rows
 from agentrl.data.source import open_source
 from agentrl.errors import UserError, nearest
+from agentrl.eval.held_out import solved_by
 from agentrl.fine_tuning.conversations import Layout, Refusal, Talk, fitting, images_of, read_row, trained
 from agentrl.images import keyed
 from agentrl.jsonable import dumps
+from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
@@ -30,6 +33,7 @@ from agentrl.trajectory import Trajectory
 
 FIRST = 100  # refused rows that the report names
 LINES = 4  # reasons that are printed
+NOT_SOLVED = "it is not solved (sft.select.solved)"
 LOOKED_AT = 32  # rows whose tools the chat is loaded with
 
 Say = Callable[[str], None]
@@ -187,9 +191,9 @@ def _some(found: Lessons) -> Lessons:
     return found
 
 
-def read_stored(recipe: Recipe, layout: Layout, vocabulary: int, phase: Say) -> Lessons:
-    """The rollouts of the folder `sft.source` that `sft.select` takes. vocabulary: size of the model's. Raises
-    UserError: there are none, or they are of another tokenizer."""
+def read_stored(recipe: Recipe, layout: Layout, vocabulary: int, phase: Say, env: Environment) -> Lessons:
+    """The rollouts of the folder `sft.source` that `sft.select` takes. vocabulary: size of the model's. env: says which
+    are solved. Raises UserError: there are none, or they are of another tokenizer."""
     section = recipe.sft
     assert section is not None
     assert section.source is not None
@@ -215,6 +219,10 @@ def read_stored(recipe: Recipe, layout: Layout, vocabulary: int, phase: Say) -> 
                 every.append((place, _usable(t, section, layout, vocabulary)))
             except Refusal as refusal:
                 found.refused.append((place, str(refusal)))
+    if section.select.solved:
+        solved = [solved_by(env, t) for _, t in every]
+        found.refused += [(place, NOT_SOLVED) for (place, _), yes in zip(every, solved, strict=True) if not yes]
+        every = list(compress(every, solved))
     kept = _selected(every, section.select, found.refused)
     if isinstance(section.held_out, str):
         raise UserError("sft.held_out: of rollouts a share can be held out; expected a number below 1")

@@ -174,7 +174,8 @@ class _Job:
         if not self.section.accuracy:
             changed["engine"] = EngineSection(name="agentrl.fine_tuning.idle:Idle")
             changed |= {"rewards": RewardsSection(), "agent": None}
-            if self.section.source is not None:
+            own = self.section.select.solved or self.recipe.start is not None  # it is asked, or brings the tools
+            if self.section.source is not None and not own:
                 changed["env"] = EnvSection(name="agentrl.fine_tuning.idle:Conversations")
         return self.recipe.changed(**changed)
 
@@ -340,7 +341,8 @@ def _read(job: _Job, player: Player, context: int, display: SftDisplay) -> Lesso
     own = [tool.schema for tool in (*player.toolbox.tools, *player.env.tools())]
     if job.rows is None:
         layout = Layout(section, _writer(player.chat, player.tokenizer, own), own, limit, images)
-        lessons = read_stored(job.recipe, layout, player.model.config.get_text_config().vocab_size, display.phase)
+        vocabulary = player.model.config.get_text_config().vocab_size
+        lessons = read_stored(job.recipe, layout, vocabulary, display.phase, player.env)
     else:
         shown = {str(schema["function"]["name"]): schema for schema in (*tools_of(job.rows, section), *own)}
         tools = list(shown.values())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from random import Random
+from statistics import fmean
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -21,8 +22,10 @@ from agentrl.eval.result import Accuracy
 from agentrl.fine_tuning.demonstrations import Demonstrator
 from agentrl.learner.learner import Learner, learned
 from agentrl.learner.metrics import MicroBatchMetrics
+from agentrl.learner.monitors import Finding, not_taken
 from agentrl.learner.optimizer import learning_rate
 from agentrl.learner.roles import Roles
+from agentrl.models.shape import read_shape
 from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import AlgorithmSection, LossSection
@@ -41,11 +44,23 @@ DEMONSTRATED = 1000
 """Steps of a stage of demonstrations that does not say how many."""
 WARMUP = 60
 """Steps of the warm-up of such a stage."""
-RATES = {"new_model": 1e-3, "adapter": 1e-4, "model": 1e-5}
+SMALL = 100_000_000
+"""Parameters below which a model is taught as one of its own making is: by large steps."""
+RATES = {"new_model": 1e-3, "small": 1e-3, "adapter": 1e-4, "model": 1e-5}
 """Learning rates of stages that do not say theirs."""
 HELD_OUT = "eval/loss"
+ENDS = 10
+"""Steps of the end of a run whose mean loss is told; of the beginning half as many."""
 LINES = 50  # of progress, where no live display can be shown
 HELD_OUT_BATCH = 32  # conversations whose loss is computed at once
+
+
+def size_of(recipe: Recipe) -> str:
+    """What the recipe trains of `model.path`, as RATES knows it: an adapter, a small model, or a model."""
+    if recipe.model.lora is not None:
+        return "adapter"
+    shape = read_shape(recipe.model)
+    return "small" if shape is not None and shape.parameters < SMALL else "model"
 
 
 class Stage(SftStage):
@@ -66,8 +81,7 @@ class Course:
     def of(cls, recipe: Recipe, conversations: int | None) -> "Course":
         """The course of a recipe. conversations: those that are learned; None: demonstrations, without end."""
         assert recipe.sft is not None
-        adapter = "adapter" if recipe.model.lora is not None else "model"
-        rate = RATES["new_model" if recipe.sft.new_model is not None else adapter]
+        rate = RATES["new_model" if recipe.sft.new_model is not None else size_of(recipe)]
         stages = []
         for stage in recipe.sft.stages:
             passed = DEMONSTRATED if conversations is None else math.ceil(stage.epochs * conversations / stage.batch)
@@ -247,10 +261,26 @@ class SftLoop(Loop):
         return found, metrics
 
     def _evaluate_when_due(self, step: int) -> dict[str, Json]:
+        last, every = step == self.rollouts.steps, self.recipe.eval.every
         if self.held_out.choosing is not None:
-            return super()._evaluate_when_due(step)
-        every = self.recipe.eval.every
-        return self._evaluate(())[1] if step == self.rollouts.steps or (every and step % every == 0) else {}
+            found = super()._evaluate_when_due(step)
+        else:
+            found = self._evaluate(())[1] if last or (every and step % every == 0) else {}
+        if last and self.recipe.start is None:  # of a start is told what came of it
+            self._doubt()
+        return found
+
+    def _doubt(self) -> None:
+        """Warn where what was taught did not take."""
+        losses = [row["train/loss"] for row in self.folder.metrics() if "train/loss" in row]
+        if len(losses) < 2 * ENDS:
+            return
+        before, after = ({s: a.value for s, a in found.items()} for found in (self.before, self.after))
+        line = not_taken(self.step, (fmean(losses[: ENDS // 2]), fmean(losses[-ENDS:])), before, after)
+        if line is not None:
+            found = [Finding("lessons_not_taken", f"the lessons did not take: {line}")]
+            self._findings += found
+            self._to_show.append(partial(self._show, found))
 
 
 class SftDisplay(Display):

@@ -88,6 +88,8 @@ class History:
     """Split -> its evaluations in order."""
     evaluated: list[str] = field(default_factory=list)
     """The splits that the newest row evaluated."""
+    start: Row = field(default_factory=dict)
+    """The row of step 0, once, as it is the newest."""
     unknown_names: str = ""
     """The tools that the newest row's samples called and that there are not, each with its count."""
 
@@ -95,6 +97,7 @@ class History:
         """Add the next row; what is no finite number in it is left out, but for `UNKNOWN_NAMES`."""
         self.unknown_names = str(row.get(UNKNOWN_NAMES, ""))
         row = {key: value for key, value in row.items() if isinstance(value, int | float) and isfinite(value)}
+        self.start = row if row["step"] == 0 else {}
         if row["step"] > 0:
             self.rows = [*self.rows[-KEPT + 1 :], row]
             self.first += [row] if len(self.first) < WINDOW else []
@@ -541,7 +544,68 @@ def environment_slow(history: History) -> str | None:
     )
 
 
+FELL = 0.9
+"""Share of its beginning to which a loss has fallen that fell at all."""
+LEARNED = 0.1
+"""Cross entropy, in nats a token, below which nothing is left to learn."""
+SOLVED = 0.9
+"""Held-out accuracy from which on teaching need not raise it."""
+
+
+def not_taken(
+    steps: int, loss: tuple[float, float], before: Mapping[str, float], after: Mapping[str, float]
+) -> str | None:
+    """Why so many steps of teaching did not take, and what to change. loss: of the first and of the last steps. before,
+    after: held-out accuracy by split, where it was measured."""
+    why = []
+    if loss[1] > max(LEARNED, FELL * loss[0]):
+        why.append(f"the loss hardly fell ({loss[0]:.3g} -> {loss[1]:.3g} nats a token)")
+    both = [split for split in before if split in after]
+    if both and all(after[split] <= before[split] + 0.01 and after[split] < SOLVED for split in both):
+        moves = ", ".join(f"{split} {before[split]:.1%} -> {after[split]:.1%}" for split in both)
+        why.append(f"held-out accuracy did not rise ({moves})")
+    if not why:
+        return None
+    if len(why) == 1 and both:
+        why.append(f"the loss fell from {loss[0]:.3g} to {loss[1]:.3g} nats a token")
+    slow = loss[1] > LEARNED
+    remedy = (
+        f"more steps (sft.stages; there were {steps}), another lr there, or plainer conversations: a small model "
+        "learns a few names by heart long before it copies any from its prompt"
+        if slow
+        else "other conversations: what is said there is learned, and it does not solve the tasks"
+    )
+    return f"{', and '.join(why)}. Likely remedy: {remedy}; agentrl show RUN --step 0 prints what the model says"
+
+
+def start_not_taken(history: History) -> str | None:
+    """What the recipe's `start` taught did not take: by its loss, by held-out accuracy, by unreadable calls."""
+    row = history.start
+    if "start/steps" not in row:
+        return None
+    before, after = _accuracies(row, "start"), _accuracies(row, "eval")
+    line = not_taken(int(row["start/steps"]), (row["start/loss_first"], row["start/loss_last"]), before, after)
+    if line is not None:
+        return f"the start did not take: {line}"
+    for split in after:
+        calls, errors = (row.get(f"eval/{split}/tool_{what}", 0.0) for what in ("calls", "errors"))
+        if calls >= 0.5 and errors > 0.5 * calls and after[split] < SOLVED:
+            return (
+                f"the start did not take: on {split} {errors / calls:.0%} of the calls end in an error. Likely cause: "
+                "demonstrations whose calls the tools refuse, or too few steps (sft.stages): agentrl show RUN --step 0 "
+                "prints what the model says"
+            )
+    return None
+
+
+def _accuracies(row: Row, kind: str) -> dict[str, float]:
+    """The accuracies <kind>/<split>/accuracy of a row, by split."""
+    ends = (key.split("/", 1) for key in row if key.startswith(f"{kind}/") and key.endswith("/accuracy"))
+    return {rest.removesuffix("/accuracy"): row[f"{kind}/{rest}"] for _, rest in ends}
+
+
 CONDITIONS: Mapping[str, Condition] = {
+    "start_not_taken": start_not_taken,
     "tools_unknown": tools_unknown,
     "no_contrast": no_contrast,
     "cut_by_length": cut_by_length,

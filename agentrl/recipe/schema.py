@@ -31,6 +31,7 @@ from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import EngineSection, RolloutSection
 from agentrl.recipe.sections.section import Section, named
 from agentrl.recipe.sections.sft import RewardModelSection, SftSection
+from agentrl.recipe.sections.start import StartSection, started
 from agentrl.recipe.sections.track import ProfileSection, TrackSection
 from agentrl.recipe.sections.train import TrainSection
 
@@ -51,8 +52,10 @@ class Recipe(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     train: TrainSection = TrainSection()
     eval: EvalSection = EvalSection()
+    start: Annotated[StartSection | None, BeforeValidator(started)] = None
+    """What is taught before the first step. null: nothing."""
     sft: SftSection | None = None
-    """Supervised fine-tuning, for `agentrl sft`. null: none."""
+    """Supervised fine-tuning, for `agentrl sft`, and how `start` teaches. null: none."""
     teacher: Annotated[TeacherSection | None, BeforeValidator(teacher_of)] = None
     """Teaches the sampled tokens (algorithm.streams.distill). null: none."""
     teachers: dict[str, Annotated[TeacherSection, BeforeValidator(teacher_of)]] = Field(default_factory=dict)
@@ -123,6 +126,9 @@ class Recipe(Section):
                 "follow the policy: leave out one of the two"
             )
         self._check_cluster()
+        if self.start is not None and self.sft is not None and (self.sft.new_model or self.sft.source):
+            key = "new_model" if self.sft.new_model else "source"
+            raise ValueError(f"sft.{key} has no effect beside start, which teaches model.path: leave out one of them")
         most = self.train.steps if self.data.epochs is None else max(self.profile.steps, default=0)
         if never := [step for step in self.profile.steps if not 1 <= step <= most]:
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")

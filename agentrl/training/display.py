@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from time import monotonic
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -191,14 +191,22 @@ class Display:
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return Group(self._progress, table)
 
-    def final(self, rows: Sequence[tuple[str, Accuracy | None, Accuracy]], folder: str, seconds: float) -> None:
-        """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run."""
+    def final(
+        self,
+        rows: Sequence[tuple[str, Accuracy | None, Accuracy]],
+        folder: str,
+        seconds: float,
+        untaught: Mapping[str, Accuracy] = MappingProxyType({}),
+    ) -> None:
+        """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run.
+        untaught: accuracy before the recipe's `start`, by split; the accuracy before is then that after it."""
         caption = "in brackets: 95 % confidence intervals over tasks"
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
-        for column in ("held-out split", "before", "after"):
+        for column in ("held-out split", "before", *(["after the start"] if untaught else []), "after"):
             table.add_column(column, justify="left" if column == "held-out split" else "right")
         for split, before, after in rows:
-            table.add_row(escape(split), *map(_with_interval, (before, after)))
+            found = (untaught.get(split), before, after) if untaught else (before, after)
+            table.add_row(escape(split), *map(_with_interval, found))
         if rows:
             self._print(table)
         if self.values:

@@ -31,6 +31,7 @@ from agentrl.rollout.player import Player
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.rollouts import Rollouts, StepGroups
+from agentrl.training.taught import Taught
 from agentrl.training.trackers import Trackers, samples_of
 from agentrl.trajectory import STEP, Group
 
@@ -67,6 +68,8 @@ class Loop:
     """Says what is wrong with the run by its metrics."""
     trackers: Trackers
     """Receive the metrics of each step."""
+    taught: Taught | None = None
+    """The model that the recipe's `start` made, and that the run began with."""
     command: str = "agentrl train"
     """The command that goes on with it by `--resume`."""
     step: int = 0
@@ -109,7 +112,8 @@ class Loop:
             if self.step == 0:
                 before = self.recipe.eval.before
                 self.before, measured = self._evaluate(self.held_out.splits) if before else ({}, {})
-                self._record({"step": 0, **measured})
+                known = self.taught.metrics() if self.taught is not None else {}
+                self._record({"step": 0, **known, **measured})
             self.display.begin()
             while self.step < self.rollouts.steps:
                 self.display.check()

@@ -31,16 +31,17 @@ from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import check_run, told_of_data, with_epochs
 from agentrl.training.setup import Start, set_up, stored_of
+from agentrl.training.taught import Taught
 from agentrl.view.freeze import write_report
 from agentrl.weights.transports.shared_memory import expand_segments
 
-FIXED = ("env", "data", "tools", "rewards", "model", "algorithm", "critic", "train.seed")
+FIXED = ("env", "data", "tools", "rewards", "model", "start", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,
 limits, evaluation, machines) may change; the change is printed."""
 FREE = ("data.epochs", "model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
 """Keys below `FIXED` that may change, because they only define how long to train, or where and how the same result
 is computed."""
-_TRAINED = ("model", "algorithm", "critic", "train", "rollout.temperature", "cluster")
+_TRAINED = ("model", "start", "algorithm", "critic", "train", "rollout.temperature", "cluster")
 """Keys that say what an update makes of given rollouts."""
 SHOWN = 8  # maximum number of changed keys listed in a line
 
@@ -61,6 +62,8 @@ class TrainResult:
     """Held-out accuracy (0..1) after the last step, by split, if evaluated."""
     interrupted: bool = False
     """Whether Ctrl-C or another signal stopped the run; it can be resumed."""
+    untaught: dict[str, float] = field(default_factory=dict)
+    """Held-out accuracy (0..1) before the recipe's `start`, by split, if it has one and that was evaluated."""
 
 
 def train(
@@ -70,12 +73,13 @@ def train(
     name: str | None = None,
     display: Display | None = None,
     stored: Sequence[str] = (),
+    taught: Taught | None = None,
 ) -> TrainResult:
     """Train from the first step, in a new run folder.
 
     recipe: a path or a Recipe. overrides: `key=value`, only with a path. name: of the run folder; default: the recipe's
     name, or `run` for a Recipe. display: default: on stdout. stored: run folders or Parquet files of trajectories, to
-    train on these instead of sampling: a file is a step.
+    train on these instead of sampling: a file is a step. taught: what the recipe's `start` made.
 
     Raises UserError, one line, before anything is sampled if the mistake can be found by then, later with the step that
     is saved. Raises KeyboardInterrupt if stopped before the first evaluation, when there is nothing to save.
@@ -84,7 +88,7 @@ def train(
         name, recipe = name or recipe_name(recipe), load_recipe(recipe, overrides)
     elif overrides:
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
-    return _start(recipe, name or "run", None, display, stored)
+    return _start(recipe, name or "run", None, display, stored, taught)
 
 
 def resume_run(
@@ -120,12 +124,19 @@ def local_run(run: str, overrides: Sequence[str]) -> str:
 
 
 def _start(
-    recipe: Recipe, name: str, resumed: RunFolder | None, display: Display | None, stored: Sequence[str]
+    recipe: Recipe,
+    name: str,
+    resumed: RunFolder | None,
+    display: Display | None,
+    stored: Sequence[str],
+    taught: Taught | None = None,
 ) -> TrainResult:
     with Interrupts(recipe.rollout.stuck_timeout) as interrupts:
 
         def prepare(folder: RunFolder | None, restarted: bool) -> Start:
-            return _prepare(recipe, name, folder, display, interrupts, stored, restarted)
+            start = _prepare(recipe, name, folder, display, interrupts, stored, restarted)
+            start.taught = taught
+            return start
 
         return blocking(lambda: run_with_restarts(recipe, name, resumed, interrupts, prepare, set_up))
 
@@ -379,6 +390,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
     folder, display = loop.folder.path, loop.display
     last = Checkpoints(loop.folder.checkpoints, loop.recipe.train.keep).latest()
     assert last is not None  # the loop saves before it returns
+    untaught = loop.taught.before if loop.taught is not None else {}
     try:
         write_report(folder, folder.name, RANGES, reasons)
     except Exception as error:  # noqa: BLE001 - the checkpoint is saved: the run succeeds without its report
@@ -392,13 +404,15 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
         display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
         rows = [(split, loop.before.get(split), after) for split, after in loop.after.items()]
-        display.final(rows, str(folder), seconds)
+        display.final(rows, str(folder), seconds, untaught)
         display.note(loop.profiler.describe())
         best = loop.checkpoints.best()
         if best is not None and (line := _best_checkpoint(best, last, loop.before.get(best.split or ""))):
             display.note(line)
     before, after = ({s: a.value for s, a in found.items()} for found in (loop.before, loop.after))
-    return TrainResult(folder, loop.step, last.path, before, after, interrupted)
+    return TrainResult(
+        folder, loop.step, last.path, before, after, interrupted, {s: a.value for s, a in untaught.items()}
+    )
 
 
 def _best_checkpoint(best: Saved, last: Saved, start: Accuracy | None) -> str | None:

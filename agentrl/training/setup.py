@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.chat.base import Seeing
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
 from agentrl.checkpoint.mirror import Mirror
-from agentrl.checkpoint.run_folder import FolderLock, RunFolder
+from agentrl.checkpoint.run_folder import RECIPE, FolderLock, RunFolder
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, describe
@@ -40,6 +41,7 @@ from agentrl.training.interrupt import Interrupts
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import Checked
 from agentrl.training.rollouts import OverlappedRollouts, Rollouts, SerialRollouts, StoredRollouts
+from agentrl.training.taught import FILE, FOLDER, Taught
 from agentrl.training.trackers import Trackers
 from agentrl.trajectory import Trajectory
 
@@ -73,6 +75,10 @@ class Start:
     """The run's folder, once it exists."""
     mirror: Mirror | None = None
     """Its copy at a URL."""
+    taught: Taught | None = None
+    """What the recipe's `start` made; of a resumed run it is in the run's folder."""
+    written: Recipe | None = None
+    """The recipe as it was written, where `recipe` begins with another model than that names."""
 
     def open_folder(self) -> RunFolder:
         """The run's folder, created and locked if it is new; removed at the end if nothing was written there."""
@@ -115,8 +121,10 @@ def _remove_if_empty(folder: Path) -> None:
 
 def set_up(start: Start) -> Loop:
     """Make the parts of the run. Raises UserError; Interrupted."""
-    recipe, interrupts = start.recipe, start.interrupts
     check_resumed(start)
+    written = start.recipe
+    begin_taught(start)
+    recipe, interrupts = start.recipe, start.interrupts
     initial, player = make_player(start)
     held_out, sampler = _prepare_tasks(start, player)
     role_host = make_role_host(start, initial, player)
@@ -133,12 +141,34 @@ def set_up(start: Start) -> Loop:
     learner = Learner(recipe, profiler.roles, guide_of(player, role_host))
     make = partial(
         Loop, recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host,
-        rollouts=rollouts, held_out=held_out, journal=journal,
+        rollouts=rollouts, held_out=held_out, journal=journal, taught=start.taught,
     )  # fmt: skip
-    loop = assemble(start, make, rollouts, player, recipe, len(start.checked.tasks))
+    loop = assemble(start, make, rollouts, player, written, len(start.checked.tasks))
     if not role_host.in_process:  # the engine has loaded the recipe's model; the workers may have restored a later one
         interrupts.complete(lambda: player.engine.update_weights(loop.step, role_host.weights()))
     return loop
+
+
+def begin_taught(start: Start) -> None:
+    """Begin with the model that the recipe's `start` made, which the run's folder keeps. Raises UserError: it is not
+    there."""
+    recipe = start.recipe
+    if recipe.start is None:
+        return
+    folder = start.open_folder().path
+    if start.taught is None and start.resumed is None:
+        raise UserError("start: this run was given no model that was taught: call agentrl.train, which does it first")
+    if start.resumed is None:
+        start.stack.callback(_remove_unbegun, folder)
+    start.taught = Taught.read(folder) if start.taught is None else start.taught.put_into(folder)
+    start.written, start.recipe = recipe, start.taught.begun(recipe)
+
+
+def _remove_unbegun(folder: Path) -> None:
+    """Remove the model of a run that ended before it began."""
+    if not (folder / RECIPE).exists():
+        rmtree(folder / FOLDER, ignore_errors=True)
+        (folder / FILE).unlink(missing_ok=True)
 
 
 L = TypeVar("L", bound=Loop)
@@ -196,7 +226,9 @@ def make_player(start: Start) -> tuple[Recipe, Player]:
     recipe, saved, display = start.recipe, start.saved, start.display
     display.phase("loading")
     initial, apart = with_initial_model(recipe, saved), recipe.cluster.used
-    named, path = (recipe, initial.model.path) if saved and recipe.model.lora is None else (initial, None)
+    named, path = initial, None
+    if recipe.model.lora is None and (saved is not None or start.written is not None):
+        named, path = start.written or recipe, initial.model.path  # by the model's name its chat is known
     player = start.interrupts.run(
         lambda: Player.build(
             named, path, start.checked.env, display.note, display.phase, apart, start.checked.placement
@@ -204,7 +236,7 @@ def make_player(start: Start) -> tuple[Recipe, Player]:
     )
     start.at_end("the player", lambda: start.interrupts.complete(player.close))
     display.note(player.describe())
-    if recipe.sft is not None:
+    if recipe.sft is not None and recipe.start is None:
         display.note("sft: not part of this run: run `agentrl sft RECIPE --out DIR` first, then set model.path=DIR")
     if recipe.reward_model is not None:
         display.note("reward_model: not part of this run: run `agentrl reward-model RECIPE`, then set rewards.model")

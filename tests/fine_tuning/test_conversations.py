@@ -38,6 +38,7 @@ from agentrl.fine_tuning.trainer import Course, SftLearner, learning_recipe
 from agentrl.fine_tuning.writer import Writer
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model, load_tokenizer
+from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Message
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import ModelSection
@@ -427,7 +428,7 @@ def stored(run: SftResult, limit: int = 999, model: str = "tiny", **section: Any
     recipe = Recipe.model_validate({"model": {"path": model}, "sft": {"source": str(run.run), **section}})
     assert recipe.sft is not None
     by = Layout(recipe.sft, PLAIN.writer, [], limit)
-    return read_stored(recipe, by, len(TINY), lambda text: None)
+    return read_stored(recipe, by, len(TINY), lambda text: None, make_environment(recipe.env))
 
 
 @pytest.mark.slow

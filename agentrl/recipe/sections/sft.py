@@ -18,7 +18,8 @@ class SftStage(Section):
     epochs: Above0 = 1.0
     """Passes over the conversations of sft.source, where steps is null."""
     lr: Above0 | None = None
-    """Peak learning rate. null: 1e-3 for a new model, 1e-4 for an adapter, else 1e-5."""
+    """Peak learning rate. null: 1e-3 for a new model and for one of less than 100 M parameters, 1e-4 for an adapter,
+    else 1e-5."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Course of the learning rate after the warm-up."""
     min_lr_ratio: Fraction = 0.03
@@ -91,6 +92,8 @@ class SftSelect(Section):
     """Least reward. null: any."""
     turns: Annotated[Positive, Unit("turns")] | None = None
     """Most assistant turns. null: any."""
+    solved: bool = False
+    """Only those that the recipe's environment calls solved."""
     best: bool = False
     """Only those whose reward is the highest of their task."""
     distinct: bool = False

@@ -37,7 +37,15 @@ export function findings(run) {
   return [...found.values()].sort((a, b) => b.last - a.last);
 }
 
-function card(app, number_, split, rows) {
+// What the model could before it was taught: the accuracy before the recipe's start.
+function untaught(run, split) {
+  const row = run.rows.find((one) => typeof one[`start/${split}/accuracy`] === "number");
+  if (!row) return null;
+  const [accuracy, low, high] = ["", "_low", "_high"].map((end) => row[`start/${split}/accuracy${end}`]);
+  return { accuracy, low, high };
+}
+
+function card(app, number_, split, rows, taught) {
   const first = rows[0], last = rows[rows.length - 1];
   const changed = rows.length > 1;
   const marks = (changed ? [{ ...first, kind: "before" }, { ...last, kind: "after" }] : [{ ...last, kind: "after" }])
@@ -49,6 +57,7 @@ function card(app, number_, split, rows) {
     h("div", { class: "soft" }, split, ", held out"),
     h("div", { class: "figure" }, changed && [h("span", { class: "soft" }, percent(first.accuracy)), " → "], percent(last.accuracy)),
     interval(marks, `${split}: ${told}`),
+    taught && h("div", { class: "soft" }, `${percent(taught.accuracy)} before the start taught it${taught.low === undefined ? "" : ` (${span(taught)})`}`),
     h("table", { class: "small" }, [changed ? ["before", first] : null, [changed ? "after" : "now", last]].filter(Boolean).map(([when, one]) =>
       h("tr", null, h("th", { scope: "row" }, when), h("td", null, `step ${one.step}`), h("td", null, span(one)), h("td", null, one.tasks && `${one.tasks} tasks`)))),
     link && h("div", null, link));
@@ -132,7 +141,7 @@ export function overviewView(app) {
     const opened = new Set([...element.querySelectorAll("details[open]")].map((one, i) => i));
     replace(element, h("h1", { class: "hidden" }, "Overview"), app.about.note ? h("p", { class: "soft" }, app.about.note) : null, app.runs.map((run, i) => h("section", { class: "run" },
       h("h2", null, run.name), status(run), health(run),
-      h("div", { class: "cards" }, [...accuracies(run)].map(([split, rows]) => card(app, i, split, rows))),
+      h("div", { class: "cards" }, [...accuracies(run)].map(([split, rows]) => card(app, i, split, rows, untaught(run, split)))),
       h("div", { class: "charts" }, main(run)), recipes(run), places(run))));
     [...element.querySelectorAll("details")].forEach((one, i) => opened.has(i) && (one.open = true));
   }

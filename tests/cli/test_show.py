@@ -99,7 +99,7 @@ def test_what_is_asked_for_is_printed(run: Path, capsys: pytest.CaptureFixture[s
         for step in (4, 2, 1)
     ]
     assert failed.count("failed (tool): search: away\\x07") == 3
-    assert show(capsys, run, "--failed", "--task", "a") == "no sample failed there\n"
+    assert show(capsys, run, "--failed", "--task", "a") == "no rollout failed there\n"
     one = show(capsys, run, "--task", "a", "--step", "2", "--limit", "1")
     assert one.count("== train, step 2 · home · task a") == one.count("==") == 1
     assert one.endswith("1 more: --limit 0 prints all of them\n")

@@ -113,8 +113,8 @@ class Diagnosis:
     causes: tuple[Cause, ...]
     """The causes, those first whose share among unsolved samples exceeds that of solved ones most."""
     gone: tuple[Cause, ...]
-    """What was a cause in the first evaluation, and is at most half as frequent among today's unsolved samples; shares are
-    today's."""
+    """What was a cause in the first evaluation, and is at most half as frequent among today's unsolved samples;
+    shares are today's."""
     unexplained: int
     """Number of unsolved samples that have none of the causes."""
     notes: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from agentrl.cli import main
+from agentrl.errors import nearest
 from agentrl.images import STORE, ImageSpan
 from agentrl.models import embedded_path
 from agentrl.plugins.types import Task
@@ -90,6 +91,16 @@ def test_the_newest_step_is_printed_and_nothing_steers_the_terminal(
         "[tool calculator]", "4", '{"type": "image", "image": "<3 bytes>"}', "[assistant]", "It is [red]4[/red].",
         "(8 tokens, 4 of them trained · 1.25 s · 1 tool calls, 1 with an error)",
     ]  # fmt: skip
+
+
+def test_unsolved_samples_are_those_that_earned_below_the_mean(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = show(capsys, run, "--unsolved")
+    assert [line.partition(" · reward")[0] for line in said.splitlines() if line.startswith("==")] == [
+        f"== train, step 4 · home · task {task} · sample 0" for task in ("a", "b")
+    ]
+    assert show(capsys, run, "--unsolved", "--split", "test") == "every sample there is solved\n"
+    assert nearest("zz", map(str, range(100, 140))).startswith("; the nearest of 40: ")
+    assert "exclude each other" in show(capsys, run, "--unsolved", "--failed", code=2)
 
 
 def test_what_is_asked_for_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

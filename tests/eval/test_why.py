@@ -270,6 +270,34 @@ def test_what_is_no_message_says_nothing() -> None:
     assert (wild.text, wild.calls) == ("", [("3", [])])
 
 
+def test_a_run_whose_samples_all_failed_says_whose_errors_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = [
+        sample(n, True, rewards={}, finish=FinishReason.ERROR, failure=Failure(Boundary.TOOL, f"away{n // 3}"))
+        for n in range(4)
+    ]
+    stored(tmp_path, 2, lost)
+    assert main.run(["why", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == "test, after step 2: all 4 samples failed by errors that are not the model's"
+    assert "  3 failed: tool: away0" in said
+    assert f"agentrl show {tmp_path} --split test --step 2 --failed" in said
+
+
+def test_calls_are_counted_where_no_sample_is_solved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    astray = ToolUse("abacus", 0, 0.1, "model: there is no tool named 'abacus'")
+    stored(tmp_path, 2, [replace(sample(n, True), tool_uses=(astray,)) for n in range(8)])
+    (fault,) = diagnose(tmp_path / "trajectories" / "eval_test_2.parquet").faults
+    assert fault.line == "8 of 8 calls name tools that do not exist: abacus (8); the tasks offer calculator"
+    assert main.run(["why", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"{fault.line}. Likely cause: this model has not learned to call" in said
+    assert "no sample is solved, so there is none to compare with" in said
+    assert main.run(["why", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["faults"][0]["name"] == "tools_unknown"
+
+
 def test_why_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "recipe.yaml").write_text("model: {path: tiny}\nenv: {name: gsm8k}\n")
     stored(run, 5, [sample(n, n == 0) for n in range(3)], split="hard")

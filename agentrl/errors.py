@@ -21,6 +21,7 @@ from agentrl.secrets import masked_text, without_known
 T = TypeVar("T")
 
 _LINE = 500  # maximum characters of an error that is not ours, with its type
+_LISTED = 32  # names that a hint lists
 _PLAIN_LINE = 2_000  # maximum characters of a PlainError
 _LIBRARIES = (str(Path(__file__).parent), sysconfig.get_path("stdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
@@ -55,13 +56,15 @@ class PluginExitError(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint such as `; did you mean 'calculator'?`, or the list of known names if none is similar."""
+    """A hint such as `; did you mean 'calculator'?`; if no name is similar the known ones, of many the nearest."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
     if close and difflib.get_close_matches(name, close, n=1, cutoff=0.8):  # a slip: what is far from it is not meant
         close = difflib.get_close_matches(name, close, n=2, cutoff=0.6)
     if close:
         return "; did you mean " + " or ".join(repr(c) for c in close) + "?"
+    if len(names) > _LISTED:
+        return f"; the nearest of {len(names)}: {', '.join(difflib.get_close_matches(name, names, n=3, cutoff=0.0))}"
     return f"; known: {', '.join(names)}" if names else ""
 
 

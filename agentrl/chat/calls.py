@@ -107,9 +107,13 @@ def json_end(text: str, at: int, first: int) -> tuple[int, int]:
         size *= 2
 
 
+UNREADABLE = "this tool call cannot be read"
+"""How the error of a call begins of which no reader makes a name and arguments."""
+
+
 def failed(raw: str, why: object, name: str = "") -> ParsedCall:
     """A call that cannot be run. raw: as the model wrote it; why: ends the error that the model reads."""
-    return ParsedCall(name, {}, raw, f"this tool call cannot be read: {why}")
+    return ParsedCall(name, {}, raw, f"{UNREADABLE}: {why}")
 
 
 def call_of(value: Json, raw: str) -> ParsedCall:

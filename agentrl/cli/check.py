@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
+from typer import Argument, Option
 
 from agentrl.cli.common import Overrides
 from agentrl.plugins.types import Json
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from transformers import PreTrainedTokenizerBase
 
+    from agentrl.containment.event_loop import Runner
     from agentrl.models.memory import MemoryPlan
     from agentrl.plugins.environment import Environment
     from agentrl.plugins.toolbox import Toolbox
@@ -25,14 +26,14 @@ FIRST_TASKS = 3  # tasks of each split to show
 def check_command(
     recipe: Annotated[str, Argument(help="A recipe: a file, or the name of one that ships.")],
     overrides: Overrides = None,
+    whole: Annotated[bool, Option("--recipe", help="Also print the whole recipe: every key with its value.")] = False,
 ) -> None:
-    """Print the resolved recipe, its tasks and tools, the memory it needs and the first prompt, without a model."""
+    """Print the first prompt, tasks and tools, the memory that a recipe needs and what is missing, without a model."""
     from agentrl.recipe.load import load_recipe, show_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # before anything heavy is imported
     from agentrl.cli.common import console
     from agentrl.containment.event_loop import Runner
-    from agentrl.errors import UserError
     from agentrl.learner.monitors import Health
     from agentrl.models.load import resolve_types
     from agentrl.plugins.registry import find, make_environment, tracker_makers
@@ -47,31 +48,49 @@ def check_command(
     find("engines", checked.engine.name)
     tracker_makers(checked.track.trackers)
     out = console()
-    _title(out, f"recipe {recipe}")
-    out.print(show_recipe(checked).rstrip(), markup=False, soft_wrap=True)
+    if whole:
+        _title(out, f"recipe {recipe}")
+        out.print(show_recipe(checked).rstrip(), markup=False, soft_wrap=True)
     for finding in Health(checked).before_start():
-        out.print(f"warning: {finding.line}", style="yellow", markup=False, soft_wrap=True)
+        _warn(out, finding.line)
     with Runner() as runner:
         toolbox = runner.run(Toolbox.open(checked.tools, env))
-        first, unread = None, None
         try:
-            try:
-                first = _show_tasks(out, checked, env, toolbox)
-            except UserError as error:  # show the rest all the same
-                unread = error
-                out.print("(they cannot be read, see below)", style="dim")
-            _show_tools(out, env, toolbox)
-            if checked.start is not None and unread is None:
-                _show_start(out, checked)
-            _show_memory(out, checked, fetch=unread is None)
-            if unread is not None:
-                raise unread
-            if first is None:
-                raise UserError(f"environment {env.name!r} (source {checked.shown()['env']['source']}) has no task")
-            opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
-            _show_prompt(out, checked, opening, env, toolbox, first)
+            _show_parts(out, checked, env, toolbox, runner)
         finally:
             runner.run(_close(toolbox, env))
+
+
+def _show_parts(out: "Console", checked: "Recipe", env: "Environment", toolbox: "Toolbox", runner: "Runner") -> None:
+    """Print the prompt, tasks, tools and memory. Raises UserError, once all is shown that can be: the tasks or the
+    first prompt cannot be read."""
+    from agentrl.errors import UserError
+
+    first, wrong = None, None
+    try:
+        first = _first_task(checked, env, toolbox)
+    except UserError as error:
+        wrong = error
+    plan = _plan(checked, fetch=first is not None)  # it may fetch the tokenizer that the prompt is rendered with
+    try:
+        if first is not None:
+            opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
+            _show_prompt(out, checked, opening, env, toolbox, first)
+    except UserError as error:
+        wrong = error
+    if wrong is not None:
+        out.print("\n(the first prompt cannot be shown, see below)", style="dim")
+    _show_tasks(out, checked, env)
+    _show_tools(out, checked, env, toolbox)
+    if checked.start is not None and wrong is None:
+        _show_start(out, checked)
+    _show_memory(out, checked, plan)
+    if wrong is not None:
+        raise wrong
+
+
+def _warn(out: "Console", line: str) -> None:
+    out.print(f"warning: {line}", style="yellow", markup=False, soft_wrap=True)
 
 
 def _title(out: "Console", text: str) -> None:
@@ -83,15 +102,12 @@ async def _close(toolbox: "Toolbox", env: "Environment") -> None:
     await env.close()
 
 
-def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "Toolbox") -> "Task | None":
-    """Print the size and first tasks of every split. Returns the first task to train on."""
-    from agentrl.cli.common import shortened
+def _first_task(recipe: "Recipe", env: "Environment", toolbox: "Toolbox") -> "Task":
+    """The first task to train on; the first ones of every split are looked at. Raises UserError."""
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import tasks_of
     from agentrl.plugins.toolbox import offered
 
-    source = "" if recipe.env.mix else f", source {recipe.shown()['env']['source']}"
-    _title(out, f"tasks of environment {env.name}{source}")
     for split in recipe.eval.splits or ():
         if split not in env.splits:
             raise UserError(
@@ -100,17 +116,39 @@ def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
     first: Task | None = None
     for split in ("train", *env.splits):
         tasks = tasks_of(env, split)
-        out.print(f"{split}: {len(tasks)} tasks", markup=False)
         for i in range(min(FIRST_TASKS, len(tasks))):
             offered(tasks[i], toolbox.tools, env)
             first = first or tasks[i]
-            out.print(f"  {tasks[i].id}  {shortened(str(dict(tasks[i].data)))}", markup=False, soft_wrap=True)
+    if first is None:
+        raise UserError(f"environment {env.name!r} (source {recipe.shown()['env']['source']}) has no task")
     return first
 
 
-def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
+def _show_tasks(out: "Console", recipe: "Recipe", env: "Environment") -> None:
+    """Print the size and first tasks of every split."""
+    from agentrl.cli.common import shortened
+    from agentrl.errors import UserError
+    from agentrl.plugins.registry import tasks_of
+
+    source = "" if recipe.env.mix else f", source {recipe.shown()['env']['source']}"
+    _title(out, f"tasks of environment {env.name}{source}")
+    for split in ("train", *env.splits):
+        try:
+            tasks = tasks_of(env, split)
+            count, first = len(tasks), [tasks[i] for i in range(min(FIRST_TASKS, len(tasks)))]
+        except UserError:
+            out.print("(they cannot be read, see below)", style="dim")
+            return
+        out.print(f"{split}: {count} tasks", markup=False)
+        for task in first:
+            out.print(f"  {task.id}  {shortened(str(dict(task.data)))}", markup=False, soft_wrap=True)
+
+
+def _show_tools(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "Toolbox") -> None:
+    """Print the tools, and a warning where the model has never seen them."""
     import json
 
+    from agentrl.models import never_seen
     from agentrl.plugins.schema import outline
 
     own = [(tool, f"environment {env.name}") for tool in env.tools()]
@@ -121,6 +159,9 @@ def _show_tools(out: "Console", env: "Environment", toolbox: "Toolbox") -> None:
         out.print(f"  {tool.description}", markup=False, soft_wrap=True)
         shown = tool.schema["function"]["parameters"]
         out.print(f"  {json.dumps(shown, ensure_ascii=False)}", markup=False, soft_wrap=True)
+    own_format = recipe.model.chat_template is not None or recipe.model.chat != "auto"
+    if (line := never_seen(recipe.model.path, [tool.name for tool, _ in tools], own_format)) is not None:
+        _warn(out, line)
 
 
 def _show_start(out: "Console", recipe: "Recipe") -> None:
@@ -140,15 +181,22 @@ def _show_start(out: "Console", recipe: "Recipe") -> None:
     out.print(f"{told} {place}", style="dim", markup=False, soft_wrap=True)
 
 
-def _show_memory(out: "Console", recipe: "Recipe", fetch: bool) -> None:
-    """Print the memory plan. fetch: ask the hub for a configuration that is not on this machine."""
-    from agentrl.models.memory import plan_memory, plan_pools
+def _plan(recipe: "Recipe", fetch: bool) -> "MemoryPlan | None":
+    """The memory plan; None where the model is not known. fetch: ask the hub for a configuration that is not on this
+    machine."""
+    from agentrl.models.memory import plan_memory
 
-    computed = ", computed in bfloat16" if recipe.model.mixed else ""
-    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype}{computed})")
     plan = plan_memory(recipe)
     if plan is None and fetch and _fetched(recipe):
         plan = plan_memory(recipe)
+    return plan
+
+
+def _show_memory(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") -> None:
+    from agentrl.models.memory import plan_pools
+
+    computed = ", computed in bfloat16" if recipe.model.mixed else ""
+    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype}{computed})")
     if plan is None:
         out.print("(unknown: the model's configuration is not on this machine)", style="dim")
     else:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
@@ -14,7 +14,7 @@ from agentrl.plugins.types import Json
 if TYPE_CHECKING:
     from agentrl.rollout.trajectory_file import Record, Stored, Told
 
-_MARKS = {True: "solved", False: "not solved"}
+_MARKS = {True: "solved", False: "unsolved"}
 _STYLES = {"trained": "green", "sampled, not trained": "yellow", "read": "dim"}
 
 
@@ -25,8 +25,11 @@ def show_command(
     ] = None,
     split: Annotated[Text, Option("--split", metavar="NAME", help="Evaluations of this split, not training.")] = None,
     task: Annotated[Text, Option("--task", metavar="ID", help="Samples of this task alone.")] = None,
+    unsolved: Annotated[
+        bool, Option("--unsolved", help="Samples that do not solve their task; of a step, that earned below the mean.")
+    ] = False,
     failed: Annotated[
-        bool, Option("--failed", help="Samples that the machinery failed, with whose error it was.")
+        bool, Option("--failed", help="Rollouts that the machinery failed, with whose error it was.")
     ] = False,
     tokens: Annotated[
         bool, Option("--tokens", help="The tokens as the model saw them, those that are trained in green.")
@@ -39,12 +42,15 @@ def show_command(
 
     files = _files(Path(run), step, split, in_flight, all_steps=task is not None or failed)
     printer = _Printer(Path(run) if tokens else None)
+    if unsolved and failed:
+        raise UserError("--unsolved and --failed exclude each other: a rollout that failed was never scored")
     shown = left = 0
     seen: set[str] = set()
     for one in files:
         facts = _facts(one.path)
-        seen.update(name for name, _ in facts)
-        chosen = [i for i, (name, lost) in enumerate(facts) if task in (None, name) and (lost or not failed)]
+        seen.update(fact.task for fact in facts)
+        of_task = [(i, fact) for i, fact in enumerate(facts) if task in (None, fact.task)]
+        chosen = [i for i, fact in of_task if (fact.failed or not failed) and (fact.unsolved or not unsolved)]
         now = chosen[: limit - shown] if limit else chosen
         left += len(chosen) - len(now)
         shown += len(now)
@@ -52,20 +58,36 @@ def show_command(
         for index in now:
             _print(printer, records[index], one)
     if task is not None and task not in seen:
-        raise UserError(f"--task {task}: no sample of it is stored there{nearest(task, seen)[:500]}")
+        raise UserError(f"--task {task}: no sample of it is stored there{nearest(task, seen)}")
     if left:
         printer.say(f"{left} more: --limit 0 prints all of them", "dim")
     elif not shown:
-        printer.say("no sample failed there" if failed else "no sample is stored there")
+        none = "every sample there is solved" if unsolved else "no sample is stored there"
+        printer.say("no rollout failed there" if failed else none)
 
 
-def _facts(path: Path) -> list[tuple[str, bool]]:
-    """Of each sample of a file its task, and whether it failed."""
+class _Fact(NamedTuple):
+    """What chooses a sample."""
+
+    task: str
+    """Id of its task."""
+    failed: bool
+    """Whether the machinery failed it."""
+    unsolved: bool
+    """Whether it was scored, and does not solve its task."""
+
+
+def _facts(path: Path) -> list[_Fact]:
+    """What chooses each sample of a file."""
+    from agentrl.eval.why import is_unsolved, solving_reward
     from agentrl.rollout.trajectory_file import read_records, read_rows
 
     if path.suffix == ".parquet":
-        return [(str(row["task"]), row["boundary"] is not None) for row in read_rows(path, ["task", "boundary"])]
-    return [(record["task"], bool(record.get("failure"))) for record in read_records(path)]
+        rows = read_rows(path, ["task", "boundary", "reward", "solved"])
+    else:
+        rows = [record | {"boundary": record.get("failure")} for record in read_records(path)]
+    below = solving_reward(path)
+    return [_Fact(str(row["task"]), bool(row["boundary"]), is_unsolved(row, below)) for row in rows]
 
 
 def _print(printer: "_Printer", record: "Record", file: "Stored") -> None:

@@ -1,5 +1,6 @@
 """`agentrl train`: train by a recipe."""
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -28,9 +29,15 @@ def train_command(
     force: Annotated[
         bool, Option("--force", help="With --resume: allow another environment, tools, model or algorithm.")
     ] = False,
+    verbose: Annotated[
+        bool,
+        Option("--verbose", "-v", help="Say more at the start: how messages become tokens, how the trainer computes."),
+    ] = False,
 ) -> None:
     """Train a model by reinforcement learning."""
     path, given = recipe_and_keys(arguments)
+    if verbose:
+        logging.getLogger("agentrl").setLevel(logging.INFO)
     until_interrupted(lambda: _train(path, given, resume, force, list(stored or [])))
 
 

@@ -105,6 +105,15 @@ def _kind(what: str) -> str:
     return "tool" if what in tools else "environment"
 
 
+def _example(what: str) -> dict[str, Json]:
+    """The arguments of an environment's `example`."""
+    from agentrl.plugins.environment import Environment
+    from agentrl.plugins.registry import load
+
+    made = load("envs", what)
+    return dict(made.example) if isinstance(made, type) and issubclass(made, Environment) else {}
+
+
 def _recipe(
     what: str, kind: str, given: list[str], args: dict[str, Json], source: str | None, tools: list[str]
 ) -> "Recipe":
@@ -121,5 +130,9 @@ def _recipe(
         return load_recipe(what, given)
     if given:
         raise UserError(f"{given[0]!r}: an environment takes no positional arguments; see agentrl try --help")
+    if not args and source is None and (args := _example(what)):
+        given_as = " ".join(f"{key}={value}" for key, value in args.items())
+        typer.echo(f"(nothing is given: plays its example, {given_as})")
+        source = str(args.pop("source")) if "source" in args else None
     section = EnvSection(name=what, args=args) if source is None else EnvSection(name=what, source=source, args=args)
     return Recipe(env=section, tools=tuple(ToolSection(name=name) for name in tools))

@@ -1,8 +1,8 @@
-"""`agentrl why`: what failed samples of a run have in common."""
+"""`agentrl why`: what unsolved samples of a run have in common, and what failed."""
 
 import json
 import shlex
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,12 +32,16 @@ def why_command(
     step: Annotated[int | None, Option("--step", min=0, help="After this step (default: the last).")] = None,
     as_json: Annotated[bool, Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Say why samples fail: what failures have more often than solved samples, and what changed since the start."""
+    """Say why samples are unsolved: what their calls came to, what they have more often than solved samples, and what
+    changed since the start."""
     chosen = _chosen(Path(run), split or [], step)
     from agentrl.eval.why import diagnose
 
-    piece = _pieces(Path(run))
-    found = [(now, diagnose(now.path, first and first.path, piece=piece)) for now, first in chosen]
+    piece, limit = _pieces(Path(run)), partial(_turn_limit, Path(run))
+    found = [
+        (now, diagnose(now.path, first and first.path, piece=piece, turn_limit=limit(now.evaluation)))
+        for now, first in chosen
+    ]
     if as_json:
         told = [{"split": now.split, "step": now.step, **diagnosis.json()} for now, diagnosis in found]
         typer.echo(json.dumps(told, indent=1))
@@ -87,37 +91,78 @@ def _pieces(run: Path) -> "Callable[[int], str] | None":
     return lru_cache(None)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
 
 
+def _turn_limit(run: Path, evaluation: bool) -> int | None:
+    """The tokens that a turn might have, by the run's recipe; None where that cannot be read."""
+    from agentrl.checkpoint.run_folder import recipe_of
+    from agentrl.recipe.load import load_recipe
+
+    try:
+        path, folder = recipe_of(str(run))
+        recipe = load_recipe(path) if folder else None
+    except UserError:
+        return None
+    if recipe is None:
+        return None
+    return (recipe.eval.max_turn_tokens if evaluation else None) or recipe.rollout.max_turn_tokens
+
+
 def _print(run: str, now: "Stored", first: "Stored | None", found: "Diagnosis") -> None:
     out = console()
-    then = f"; after step {first.step}: {found.first_failed} of {found.first_samples}" if first else ""
-    lost = f"; {found.lost} more lost to errors that are not the model's" if found.lost else ""
-    how = "failed" if found.below is None else f"earned less than the mean ({found.below:.3g})"
-    if found.below is not None and found.failed == found.samples:
-        how = f"earned the same ({round(found.below, 9):g})"
-    place = "step" if not now.evaluation else f"{now.split}, after step"
-    title = f"{place} {now.step}: {found.failed} of {found.samples} samples {how}{then}{lost}"
-    out.print(title, markup=False, soft_wrap=True, style="bold")
+    out.print(_title(now, first, found), markup=False, soft_wrap=True, style="bold")
+    for fault in found.faults:
+        out.print(
+            f"  {fault.line}. Likely cause: {fault.remedy.replace('RUN', shlex.quote(run))}",
+            markup=False,
+            soft_wrap=True,
+        )
+    for line, count in [*found.errors.items()][:_LISTED]:
+        out.print(f"  {count} failed: {line}", markup=False, soft_wrap=True)
     shown = found.causes[:_LISTED]
     if shown:
         out.print(_table(shown, first is not None))
-    if not found.failed or found.failed == found.samples:
-        all_failed = "all failed" + ("; above is what many of them did" if shown else "")
-        out.print("  nothing to compare: " + (all_failed if found.failed else "none failed"))
-    elif found.unexplained:
-        none = "none of these" if shown else "nothing more often than solved samples, beyond what chance explains"
-        out.print(f"  {found.unexplained} of the {found.failed} have {none}", soft_wrap=True)
+    if line := _remainder(found, bool(shown)):
+        out.print(f"  {line}", soft_wrap=True, markup=False)
     if found.gone and first is not None:
         gone = "; ".join(
-            f"{_name(cause)} ({cause.failed_before} -> {cause.failed} samples)" for cause in found.gone[:_GONE]
+            f"{_name(cause)} ({cause.unsolved_before} -> {cause.unsolved} samples)" for cause in found.gone[:_GONE]
         )
         out.print(f"  no longer: {gone}", markup=False, soft_wrap=True)
     for note in found.notes:
         out.print(f"  {note}", markup=False, soft_wrap=True, style="dim")
-    if shown:
+    chosen = [["--task", shown[0].examples[0].task]] if shown else [["--unsolved"]] if found.unsolved else []
+    for words in [*chosen, *([["--failed"]] if found.lost else [])]:
         split = ["--split", now.split] if now.evaluation else []
-        words = ["agentrl", "show", run, *split, "--step", str(now.step), "--task", shown[0].examples[0].task]
-        out.print(f"  {shlex.join(words)}", markup=False, soft_wrap=True, style="dim")
+        command = shlex.join(["agentrl", "show", run, *split, "--step", str(now.step), *words])
+        out.print(f"  {command}", markup=False, soft_wrap=True, style="dim")
     out.print()
+
+
+def _title(now: "Stored", first: "Stored | None", found: "Diagnosis") -> str:
+    """How many samples are unsolved, by what is called so, and how many failed."""
+    then = f"; after step {first.step}: {found.first_unsolved} of {found.first_samples}" if first else ""
+    lost = f"; {found.lost} more failed by errors that are not the model's" if found.lost else ""
+    place = "step" if not now.evaluation else f"{now.split}, after step"
+    if not found.samples:
+        return f"{place} {now.step}: all {found.lost} samples failed by errors that are not the model's{then}"
+    how = "are unsolved" if found.below is None else f"earned less than the mean ({found.below:.3g})"
+    if found.below is not None and found.unsolved == found.samples:
+        how = f"earned the same ({round(found.below, 9):g})"
+    return f"{place} {now.step}: {found.unsolved} of {found.samples} samples {how}{then}{lost}"
+
+
+def _remainder(found: "Diagnosis", shown: bool) -> str:
+    """What the causes leave open; empty where they leave nothing."""
+    if not found.samples:
+        return ""
+    if not found.unsolved:
+        return "nothing to compare: every sample is solved"
+    if found.unsolved == found.samples:
+        did = "above is what many of them did" if shown else "many did nothing wrong that can be told from outside"
+        return f"no sample is solved, so there is none to compare with; {did}"
+    if not found.unexplained:
+        return ""
+    none = "none of these" if shown else "nothing more often than solved samples, beyond what chance explains"
+    return f"{found.unexplained} of the {found.unsolved} have {none}"
 
 
 def _name(cause: "Cause") -> str:
@@ -129,8 +174,8 @@ def _table(causes: "tuple[Cause, ...]", changed: bool) -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column("  failed", justify="right")
-    table.add_column("of failures", justify="right")
+    table.add_column("  unsolved", justify="right")
+    table.add_column("of unsolved", justify="right")
     table.add_column("of solved", justify="right")
     if changed:
         table.add_column("at first", justify="right")
@@ -139,5 +184,5 @@ def _table(causes: "tuple[Cause, ...]", changed: bool) -> "Table":
         before = [] if not changed else ["" if cause.before is None else f"{cause.before:.0%}"]
         notes = [shortened(f"{one.task}: {one.note}" if one.note else one.task, 70) for one in cause.examples[:2]]
         told = f"[bold]{escape(shortened(_name(cause)))}[/bold]\n[dim]{escape(chr(10).join(notes))}[/dim]"
-        table.add_row(str(cause.failed), f"{cause.share:.0%}", f"{cause.solved:.0%}", *before, told)
+        table.add_row(str(cause.unsolved), f"{cause.share:.0%}", f"{cause.solved:.0%}", *before, told)
     return table

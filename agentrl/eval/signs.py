@@ -1,5 +1,5 @@
-"""Signs of a sample by which failures are told apart: what went wrong with its calls, how it ended, which numbers it
-copied wrongly, where its most unlikely token stands. `why.py` counts them.
+"""Signs of a sample by which unsolved ones are told apart: what went wrong with its calls, how it ended, which numbers
+it copied wrongly, where its most unlikely token stands. `why.py` counts them.
 
 A sign is a kind and a value, such as ("miscopied", "number in a call of calculator"); a sample has a note for each of
 its signs, which says what exactly was found.

@@ -1,9 +1,9 @@
-"""Why samples fail: what is more frequent among those that failed than among those that were solved.
+"""Why samples are unsolved: what is more frequent among the unsolved than among the solved.
 
 `diagnose` reads the stored samples of an evaluation (or training step), and those of the first one of the same split
-for the change since then. Each sample has signs (`signs.py`); a sign is a cause where failures have it more often than
-solved samples do, and so much more often that chance does not explain it. Where no sample was solved, what many of them
-did is listed in place of causes: there is nothing to compare it with.
+for the change since then. Each sample has signs (`signs.py`); a sign is a cause where unsolved samples have it more
+often than solved ones do, and so much more often that chance does not explain it. Where no sample was solved, what many
+of them did is listed in place of causes: there is nothing to compare it with.
 """
 
 import json
@@ -22,6 +22,7 @@ import pyarrow as pa
 from agentrl.errors import UserError
 from agentrl.eval.signs import UNSURE, Said, Sign, ended, miscopied, repeated, said, unsure
 from agentrl.plugins.types import Json
+from agentrl.rollout.call_counts import CallCounts, CallFault, add_row
 from agentrl.rollout.trajectory_file import Record, Row, read_batches, read_records, read_rows
 
 CHANCE = 0.05
@@ -33,18 +34,19 @@ _VALUES = (
 )
 _TASKS = 4  # tasks that texts must agree on in the mean to be compared one by one, where there are more
 _COMMON = 0.2
-"""Share of the failures that must have a sign for it to be listed where no sample was solved."""
+"""Share of the unsolved samples that must have a sign for it to be listed where no sample was solved."""
 _DONE = ("tool error", "calls", "finish")  # kinds of what a sample did wrong, by itself
 _ENDED = ("finish", "stop")  # which is nothing wrong
 _LINE = 80  # characters of a field's value
+_NOTE = 200  # characters of an error
 _COLUMNS = (
     "task", "environment", "sample", "reward", "solved", "finish", "boundary", "task_data", "messages", "branches",
-    "segments", "tools", "tool_uses", "turns",
+    "segments", "tools", "tool_uses", "turns", "error",
 )  # fmt: skip
 
 
 class Example(NamedTuple):
-    """A failed sample that has a cause."""
+    """An unsolved sample that has a cause."""
 
     file: str
     """Name of the file in `trajectories/`."""
@@ -58,18 +60,18 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A sign that failures have more often than solved samples."""
+    """A sign that unsolved samples have more often than solved ones."""
 
     kind: str
     """`field`, `finish`, `tool error`, `calls`, `miscopied`, `made up` or `unsure`."""
     value: str
     """Which of its kind, such as `number in a call of calculator` or `kind = trip`."""
-    failed: int
-    """Number of failed samples that have it."""
+    unsolved: int
+    """Number of unsolved samples that have it."""
     tasks: int
     """Number of tasks among these."""
     share: float
-    """`failed` as a share of all failed samples, 0..1."""
+    """`unsolved` as a share of all unsolved samples, 0..1."""
     solved: float
     """Share of the solved samples that have it, 0..1."""
     lift: float | None
@@ -77,62 +79,74 @@ class Cause:
     chance: float
     """Probability, by chance alone, of as large a difference (Fisher's exact test, one-sided)."""
     before: float | None
-    """Share of the failed samples that had it in the first evaluation, 0..1; None: there is no other evaluation."""
-    failed_before: int | None
-    """Number of failed samples that had it then."""
+    """Share of the unsolved samples that had it in the first evaluation, 0..1; None: there is no other evaluation."""
+    unsolved_before: int | None
+    """Number of unsolved samples that had it then."""
     examples: tuple[Example, ...]
-    """Failed samples that have it, at most EXAMPLES."""
+    """Unsolved samples that have it, at most EXAMPLES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why the samples of an evaluation failed. Samples lost to an error that is not the model's are in `lost` alone."""
+    """Why samples of an evaluation are unsolved. Those lost to an error that is not the model's are in `lost` alone."""
 
     file: str
     """Name of the file in `trajectories/`."""
     samples: int
     """Number of samples."""
-    failed: int
-    """Number of samples that failed."""
+    unsolved: int
+    """Number of samples that are unsolved."""
     below: float | None
-    """Reward below which a sample counts as failed, where the environment was not asked; None where it was."""
+    """Reward below which a sample counts as unsolved, where the environment was not asked; None where it was."""
     lost: int
     """Number of samples lost to an error that is not the model's."""
+    errors: dict[str, int]
+    """Their errors, `boundary: message`, each with the number of samples, the most frequent first."""
+    faults: tuple[CallFault, ...]
+    """What at least half of the calls, or of the samples, have wrong, where a sample is unsolved."""
     first_file: str | None
     """Name of the file of the first evaluation; None: there is no other."""
     first_samples: int
     """Number of samples then."""
-    first_failed: int
-    """Number of samples that failed then."""
+    first_unsolved: int
+    """Number of samples that were unsolved then."""
     causes: tuple[Cause, ...]
-    """The causes, those first whose share among failures exceeds that among solved samples most."""
+    """The causes, those first whose share among unsolved samples exceeds that of solved ones most."""
     gone: tuple[Cause, ...]
-    """What was a cause in the first evaluation, and is at most half as frequent among today's failures; shares are
-    today's."""
+    """What was a cause in the first evaluation, and is at most half as frequent among today's unsolved samples;
+    shares are today's."""
     unexplained: int
-    """Number of failed samples that have none of the causes."""
+    """Number of unsolved samples that have none of the causes."""
     notes: tuple[str, ...] = ()
     """What could not be looked at."""
 
     def json(self) -> dict[str, Json]:
         """The fields as a dictionary, which `json.dumps` takes."""
         found = asdict(self)
+        found["faults"] = [fault._asdict() for fault in self.faults]
         for kind in ("causes", "gone"):
             for cause in found[kind]:
                 cause["examples"] = [example._asdict() for example in cause["examples"]]
         return found
 
 
-def diagnose(path: Path, first: Path | None = None, *, piece: Callable[[int], str] | None = None) -> Diagnosis:
-    """Why the samples of a file of trajectories failed, and what changed since the file `first`.
+def diagnose(
+    path: Path,
+    first: Path | None = None,
+    *,
+    piece: Callable[[int], str] | None = None,
+    turn_limit: int | None = None,
+) -> Diagnosis:
+    """Why samples of a file of trajectories are unsolved, and what changed since the file `first`.
 
-    piece: returns the text of a token id; without it nothing is said about where the model was not sure.
+    piece: returns the text of a token id; without it nothing is said about where the model was not sure. turn_limit:
+    the tokens that a turn might have; without it no call counts as cut off by it.
 
-    A sample failed where the environment does not call it solved; in a training step, which does not ask it, where it
-    earned less than the mean, or all earned the same. Raises UserError: a file cannot be read, or is damaged.
+    A sample is unsolved where the environment does not call it solved; in a training step, which does not ask it,
+    where it earned less than the mean, or all earned the same. Raises UserError: a file cannot be read, or is damaged.
     """
-    now = _Counted(path, piece)
-    then = None if first is None else _Counted(first, piece)
+    now = _Counted(path, piece, turn_limit)
+    then = None if first is None else _Counted(first, piece, turn_limit)
     labels = labels_of([*now.data(), *(then.data() if then else ())])
     for counted in (now, *([then] if then else [])):
         counted.count_fields(labels)
@@ -143,12 +157,14 @@ def diagnose(path: Path, first: Path | None = None, *, piece: Callable[[int], st
     return Diagnosis(
         file=path.name,
         samples=now.samples,
-        failed=now.failed,
+        unsolved=now.unsolved,
         below=now.below,
-        lost=now.lost,
+        lost=now.errors.total(),
+        errors=dict(now.errors.most_common()),
+        faults=tuple(now.calls.faults(turn_limit)) if now.unsolved else (),
         first_file=None if first is None else first.name,
         first_samples=0 if then is None else then.samples,
-        first_failed=0 if then is None else then.failed,
+        first_unsolved=0 if then is None else then.unsolved,
         causes=tuple(_cause(sign, now, then) for sign in listed),
         gone=tuple(_cause(sign, now, then) for sign in gone),
         unexplained=sum(not found.intersection(listed) for found in now.signs),
@@ -162,14 +178,14 @@ def _cause(sign: Sign, now: "_Counted", then: "_Counted | None") -> Cause:
     return Cause(
         kind=sign[0],
         value=sign[1],
-        failed=tally.failed.total(),
-        tasks=len(tally.failed),
+        unsolved=tally.unsolved.total(),
+        tasks=len(tally.unsolved),
         share=share,
         solved=solved,
         lift=share / solved if solved else None,
-        chance=now.chance(tally) if now.failed and now.solved else 1.0,
+        chance=now.chance(tally) if now.unsolved and now.solved else 1.0,
         before=None if then is None else then.share(sign),
-        failed_before=None if then is None else then.tally(sign).failed.total(),
+        unsolved_before=None if then is None else then.tally(sign).unsolved.total(),
         examples=tuple(tally.examples),
     )
 
@@ -178,8 +194,8 @@ def _cause(sign: Sign, now: "_Counted", then: "_Counted | None") -> Cause:
 class _Tally:
     """The samples that have a sign."""
 
-    failed: Counter[str] = field(default_factory=Counter)
-    """Task -> number of failed samples."""
+    unsolved: Counter[str] = field(default_factory=Counter)
+    """Task -> number of unsolved samples."""
     solved: Counter[str] = field(default_factory=Counter)
     """Task -> number of solved samples."""
     examples: list[Example] = field(default_factory=list)
@@ -193,22 +209,25 @@ def reasons(path: Path, first: Path | None, piece: Callable[[int], str] | None) 
 class _Counted:
     """The samples of a file, and their signs.
 
-    failed, solved: number of samples. lost: see Diagnosis, like `below`. signs: of each failed sample. tokens: whether
-    it holds any.
+    unsolved, solved: number of samples. errors: see Diagnosis, like `below`. calls: of samples that were not lost.
+    signs: of each unsolved sample. tokens: whether it holds any.
     """
 
-    def __init__(self, path: Path, piece: Callable[[int], str] | None) -> None:
+    def __init__(self, path: Path, piece: Callable[[int], str] | None, turn_limit: int | None) -> None:
         self.path = path
-        self.failed = self.solved = self.lost = 0
+        self.unsolved = self.solved = 0
+        self.errors: Counter[str] = Counter()
+        self.calls = CallCounts()
+        self._turn_limit = turn_limit
         self.tokens = path.suffix == ".parquet"
         self.signs: list[set[Sign]] = []
-        self.below = _mean_reward(path)
+        self.below = solving_reward(path)
         self._piece = piece if self.tokens else None
         self._tallies: dict[Sign, _Tally] = defaultdict(_Tally)
         self._data: dict[str, dict[str, Json]] = {}  # task -> its data, scalars alone
-        self._failures: list[Example] = []  # in the order of `signs`
+        self._examples: list[Example] = []  # in the order of `signs`
         self._solutions: list[str] = []  # tasks
-        self._tasks: dict[str, tuple[int, int]] = {}  # task -> its failed samples, all of its samples
+        self._tasks: dict[str, tuple[int, int]] = {}  # task -> its unsolved samples, all of its samples
         for number, row in enumerate(_rows(path, with_tokens=self._piece is not None), 1):
             try:
                 self._add(row)
@@ -219,37 +238,39 @@ class _Counted:
     @property
     def samples(self) -> int:
         """Number of samples that were not lost."""
-        return self.failed + self.solved
+        return self.unsolved + self.solved
 
     def _add(self, row: Row) -> None:
         if row["boundary"] is not None or row["reward"] is None:
-            self.lost += 1
+            told = " ".join(str(row["error"] or "").split())[:_NOTE]
+            self.errors[f"{row['boundary'] or row['finish']}: {told}".removesuffix(": ")] += 1
             return
-        failed = row["reward"] < self.below if self.below is not None else not row["solved"]
+        add_row(self.calls, row, self._turn_limit)
+        unsolved = is_unsolved(row, self.below)
         task = str(row["task"])
         if task not in self._data:
             self._data[task] = _scalars(row)
         before, all_before = self._tasks.get(task, (0, 0))
-        self._tasks[task] = (before + failed, all_before + 1)
+        self._tasks[task] = (before + unsolved, all_before + 1)
         found = dict(reversed([*self._signs(row)]))  # of several notes the first
-        if failed:
-            self.failed += 1
+        if unsolved:
+            self.unsolved += 1
             self.signs.append(set())
-            self._failures.append(Example(self.path.name, task, int(row["sample"]), ""))
+            self._examples.append(Example(self.path.name, task, int(row["sample"]), ""))
             for sign, note in found.items():
-                self._failed(-1, sign, note)
+                self._count(-1, sign, note)
         else:
             self.solved += 1
             self._solutions.append(task)
             for sign in found:
                 self._tallies[sign].solved[task] += 1
 
-    def _failed(self, index: int, sign: Sign, note: str = "") -> None:
-        """Count a sign of the failed sample at this index."""
-        tally, example = self._tallies[sign], self._failures[index]
-        if example.task not in tally.failed and len(tally.examples) < EXAMPLES:
+    def _count(self, index: int, sign: Sign, note: str = "") -> None:
+        """Count a sign of the unsolved sample at this index."""
+        tally, example = self._tallies[sign], self._examples[index]
+        if example.task not in tally.unsolved and len(tally.examples) < EXAMPLES:
             tally.examples.append(example._replace(note=note))
-        tally.failed[example.task] += 1
+        tally.unsolved[example.task] += 1
         self.signs[index].add(sign)
 
     def _signs(self, row: Row) -> Iterator[tuple[Sign, str]]:
@@ -271,9 +292,9 @@ class _Counted:
     def count_fields(self, labels: Callable[[Mapping[str, Json]], Sequence[Sign]]) -> None:
         """Count the signs that `labels` gives for the data of each sample's task."""
         found = {task: labels(data) for task, data in self._data.items()}
-        for index, example in enumerate(self._failures):
+        for index, example in enumerate(self._examples):
             for sign in found[example.task]:
-                self._failed(index, sign)
+                self._count(index, sign)
         for task in self._solutions:
             for sign in found[task]:
                 self._tallies[sign].solved[task] += 1
@@ -287,30 +308,30 @@ class _Counted:
         return self._tallies.get(sign, _Tally())
 
     def share(self, sign: Sign) -> float:
-        """The share of the failed samples that have a sign."""
-        return self.tally(sign).failed.total() / max(1, self.failed)
+        """The share of the unsolved samples that have a sign."""
+        return self.tally(sign).unsolved.total() / max(1, self.unsolved)
 
     def chance(self, tally: _Tally) -> float:
         """The chance of a sign that has this tally; those of a task count as fewer as far as they agree."""
         size = self._design_effect(tally)
-        a, b, failed, solved = (
-            round(n / size) for n in (tally.failed.total(), tally.solved.total(), self.failed, self.solved)
+        a, b, unsolved, solved = (
+            round(n / size) for n in (tally.unsolved.total(), tally.solved.total(), self.unsolved, self.solved)
         )
-        return fisher(min(a, failed), failed, min(b, solved), solved)
+        return fisher(min(a, unsolved), unsolved, min(b, solved), solved)
 
     def _design_effect(self, tally: _Tally) -> float:
         """By how much the variance of the difference exceeds that of independent samples: 1 up to the number of
         samples of a task."""
         each = self.samples / len(self._data)
-        failing = sum(tally.failed.values()) + sum(tally.solved.values())
-        x, f = failing / self.samples, self.failed / self.samples
+        having = sum(tally.unsolved.values()) + sum(tally.solved.values())
+        x, f = having / self.samples, self.unsolved / self.samples
         expected = self.samples * x * (1 - x) * f * (1 - f)
         if each <= 1 or not expected:
             return 1.0
         found = 0.0
-        for task, (failed, samples) in self._tasks.items():
-            a, b = tally.failed[task], tally.solved[task]
-            found += (a - f * (a + b) - x * failed + x * f * samples) ** 2
+        for task, (unsolved, samples) in self._tasks.items():
+            a, b = tally.unsolved[task], tally.solved[task]
+            found += (a - f * (a + b) - x * unsolved + x * f * samples) ** 2
         return max(1.0, min(each, found / expected))
 
     def causes(self) -> list[Sign]:
@@ -318,13 +339,13 @@ class _Counted:
         if not self.solved:
             shares = [(-self.share(sign), sign) for sign in self._tallies if sign[0] in _DONE and sign != _ENDED]
             return [sign for share, sign in sorted(shares) if share <= -_COMMON]
-        if not self.failed:
+        if not self.unsolved:
             return []
         kinds = Counter(kind for kind, _ in self._tallies)
         found = []
         for sign, tally in self._tallies.items():
             difference = self.share(sign) - tally.solved.total() / self.solved
-            if tally.failed.total() > 1 and difference > 0 and self.chance(tally) <= CHANCE / kinds[sign[0]]:
+            if tally.unsolved.total() > 1 and difference > 0 and self.chance(tally) <= CHANCE / kinds[sign[0]]:
                 found.append((-difference, sign))
         return [sign for _, sign in sorted(found)]
 
@@ -351,9 +372,16 @@ def _choose(n: int, k: int) -> float:
 # Samples of a file
 
 
-def _mean_reward(path: Path) -> float | None:
-    """The mean reward where no sample has the environment's word, else None; just above it where all earned the same,
-    so that all count as failed."""
+def is_unsolved(row: Row, below: float | None) -> bool:
+    """Whether a sample was scored and counts as unsolved. below: see `solving_reward`."""
+    if row["boundary"] or row.get("reward") is None:
+        return False
+    return bool(row["reward"] < below) if below is not None else not row.get("solved")
+
+
+def solving_reward(path: Path) -> float | None:
+    """The reward below which samples count as unsolved where no sample has the environment's word, else None: the
+    mean, or just above it where all earned the same, so that all count as unsolved."""
     rows = read_rows(path, ["reward", "solved"]) if path.suffix == ".parquet" else read_records(path)
     if any(row.get("solved") is not None for row in rows):
         return None
@@ -377,8 +405,9 @@ def _rows(path: Path, *, with_tokens: bool) -> Iterator[Row]:
 def _of_record(record: Record) -> Row:
     """A sample of JSON lines, which have neither segments nor tokens."""
     row = dict.fromkeys(_COLUMNS) | {name: record[name] for name in _COLUMNS if name in record}
-    boundary = (record.get("failure") or {}).get("boundary")
-    return row | {"boundary": boundary, "task_data": record.get("data"), "sample": record.get("sample") or 0}
+    failure = record.get("failure") or {}
+    row |= {"boundary": failure.get("boundary"), "error": failure.get("message")}
+    return row | {"task_data": record.get("data"), "sample": record.get("sample") or 0}
 
 
 def _with_lowest(rows: Iterable[Row], batch: pa.RecordBatch) -> Iterator[Row]:

@@ -282,6 +282,7 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
     if section.new_model is not None:
         start.recipe = _with_new_model(job, start, section.new_model)
     initial, player = make_player(start)
+    start.display.note(player.describe())
     if job.recipe.rewards.model is not None and section.accuracy:
         ask_reward_model(player)
     context = int(player.model.config.get_text_config().max_position_embeddings)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import COMPARING
+from agentrl.rollout.call_counts import UNCALLED, CallCounts, CallFault
 from agentrl.trajectory import UNKNOWN
 
 Row = Mapping[str, Json]
@@ -168,33 +169,44 @@ def after(steps: int) -> Callable[[Condition], Condition]:
     return decorate
 
 
-FEW_CALLS = 8
-"""Calls of a step below which nothing is said of their names."""
 ASTRAY = 0.75
 """Calls a sample of tools that do not exist, from which on a model is not said to call none."""
 
 
 def tools_unknown(history: History) -> str | None:
-    """At least half of the calls of a step name tools that are not offered, or cannot be read."""
+    """At least half of the calls of a step name tools that are not offered."""
+    return _call_fault(history, "tools_unknown")
+
+
+def calls_unreadable(history: History) -> str | None:
+    """At least half of the calls of a step cannot be read."""
+    return _call_fault(history, "calls_unreadable")
+
+
+def calls_cut(history: History) -> str | None:
+    """At least half of the calls of a step were cut off by the token limit of a turn."""
+    return _call_fault(history, "calls_cut")
+
+
+def _call_fault(history: History, name: str) -> str | None:
+    found = next((fault for fault in _call_faults(history) if fault.name == name), None)
+    return None if found is None else f"step {history.rows[-1]['step']}: {found.line}. Likely cause: {found.remedy}"
+
+
+def _call_faults(history: History) -> list[CallFault]:
+    """What most calls of the newest step have wrong, or most of its samples."""
     row = history.rows[-1] if history.rows else {}
-    if not (wrong := _unknown_calls(history, row)):
-        return None
-    return (
-        f"step {row['step']}: {wrong}. Likely cause: this model has not learned to call the tools that stand in its "
-        "prompt: warm-start it on demonstrations (agentrl sft, docs/fine_tuning.md), or take a model that has "
-        "(model.path)"
+    tools = _tools(history)
+    counts = CallCounts(
+        samples=row.get("rollout/trajectories", 0) if tools else 0,
+        silent=row.get("calls/none", 0),
+        calls=sum(row.get(f"tool/{name}/calls", 0) for name in (*tools, UNKNOWN)),
+        unreadable=row.get("calls/unreadable", 0),
+        cut=row.get("calls/cut", 0),
+        unknown=row.get("calls/unknown", 0),
+        offered=dict.fromkeys(tools),
     )
-
-
-def _unknown_calls(history: History, row: Row) -> str:
-    """What is wrong with the names of a step's calls; empty where most are right."""
-    unknown = row.get(f"tool/{UNKNOWN}/calls", 0)
-    calls = unknown + sum(row.get(f"tool/{name}/calls", 0) for name in _tools(history))
-    if calls < FEW_CALLS or 2 * unknown < calls:
-        return ""
-    named = f": {history.unknown_names}" if history.unknown_names else ""
-    offered = f"the tasks offer {', '.join(_tools(history))}" if _tools(history) else "the tasks offer no tools"
-    return f"{unknown} of {calls} calls name tools that do not exist{named}; {offered}"
+    return counts.faults(history.recipe.rollout.max_turn_tokens, history.unknown_names)
 
 
 @after(STEPS)
@@ -226,8 +238,8 @@ def _no_contrast_cause(history: History, row: Row) -> str:
         return f"{failed} samples of the step failed, which left fewer than two of most tasks"
     if greedy := _greedy(recipe):
         return greedy
-    if unknown := _unknown_calls(history, row):
-        return f"{unknown}: warm-start the model (agentrl sft)"
+    if faults := _call_faults(history):
+        return f"{faults[0].line}; {faults[0].remedy}"
     cut = sum(row.get(f"stop/{why}", 0) for why in ("length", "max_turns", "timeout"))
     if 2 * cut > played:
         return (
@@ -292,7 +304,7 @@ def answers_unreceived(history: History) -> str | None:
     )
 
 
-@after(WINDOW)
+@after(STEPS)
 def tools_not_called(history: History) -> str | None:
     """No tool is called in the first steps, or what was called before is called no longer."""
     tools = _tools(history)
@@ -305,12 +317,15 @@ def tools_not_called(history: History) -> str | None:
             f"step {history.rows[-1]['step']}: the model hardly calls {', '.join(gone)} any more. Likely cause: "
             "answers without a call earn as much, or calls cost reward: compare both in trajectories/"
         )
-    astray = fmean(_share(row, f"tool/{UNKNOWN}/calls") for row in history.rows[-WINDOW:])
-    if tools and not any(map(any, calls.values())) and astray < ASTRAY:
+    rows = history.rows[-WINDOW:]
+    astray = fmean(_share(row, f"tool/{UNKNOWN}/calls") for row in rows or [{}])
+    enough = len(rows) >= (WINDOW if any(history.last("reward/mean", WINDOW)) else STEPS)
+    others = any(fault.name != "no_calls" for fault in _call_faults(history))
+    if tools and enough and not any(map(any, calls.values())) and astray < ASTRAY and not others:
+        count = sum(row.get("rollout/trajectories", 0) for row in rows)
         return (
-            f"the model called no tool in {WINDOW} steps ({', '.join(tools)}). Likely cause: a model that does not "
-            "write this chat template's calls, or a reward that is earned without: try `agentrl try`, warm-start the "
-            "model with demonstrations (`agentrl sft`), or say in the prompt when to call"
+            f"{count} of {count} samples of {len(rows)} steps called none of the tools that their tasks offer "
+            f"({', '.join(tools)}). Likely cause: {UNCALLED}"
         )
     return None
 
@@ -607,6 +622,8 @@ def _accuracies(row: Row, kind: str) -> dict[str, float]:
 CONDITIONS: Mapping[str, Condition] = {
     "start_not_taken": start_not_taken,
     "tools_unknown": tools_unknown,
+    "calls_unreadable": calls_unreadable,
+    "calls_cut": calls_cut,
     "no_contrast": no_contrast,
     "cut_by_length": cut_by_length,
     "cut_by_time": cut_by_time,
@@ -678,6 +695,14 @@ class Health:
             if name not in self._said and (line := condition(self._history)) is not None:
                 found += self._new(Finding(name, line))
         return found
+
+    def remaining(self) -> list[Finding]:
+        """What was said and is still so in the newest row, with the numbers of today; a cause stands for what it
+        causes."""
+        found = {name: condition(self._history) for name, condition in CONDITIONS.items() if name in self._said}
+        if any(found.get(name) for name in ("tools_unknown", "calls_unreadable", "calls_cut")):
+            found.pop("no_contrast", None)
+        return [Finding(name, line) for name, line in found.items() if line is not None]
 
     def _new(self, finding: Finding) -> list[Finding]:
         new = finding.name not in self._said

@@ -161,6 +161,10 @@ class RoleHost(Roles, Protocol):
         """Release the roles and their processes; also after an error."""
 
 
+USUAL = "training forward: own forward"
+"""The line of `forward_lines` that says that nothing is out of the ordinary."""
+
+
 def forward_lines(description: str) -> list[str]:
     """Lines for the start of a run: how the policy is computed, and a warning if that is slow."""
     lines = [f"training forward: {description}"]

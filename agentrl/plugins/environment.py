@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
+from types import MappingProxyType
 from typing import overload
 
 from agentrl.errors import UserError
@@ -24,13 +25,15 @@ class Environment(ABC):
     during training, and the best checkpoint is chosen on it; the others are what is reported. `train` always exists.
     `pays` is False where `calc_reward` has nothing to give, and only tools and `rewards.functions` do.
     `reward_parts`: every name that `calc_reward` may give, where they are known; None: they are not. A class that
-    overrides `calc_reward` says them anew.
+    overrides `calc_reward` says them anew. `example`: arguments (`source` among them) by which `agentrl try` plays an
+    environment that cannot be made without any.
     """
 
     name: str
     splits: tuple[str, ...] = ("test",)
     pays: bool = True
     reward_parts: tuple[str, ...] | None = None
+    example: Mapping[str, Json] = MappingProxyType({})
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:

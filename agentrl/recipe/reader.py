@@ -86,14 +86,17 @@ def _existing(path: Path, where: str = "") -> Path:
 
 
 def _files_in(folder: Path, name: str) -> str:
-    """A hint: recipes of the folder, or recipes that ship, with a name like `name`; else all that are known."""
+    """A hint: recipes of the folder, or recipes that ship, with a name like `name`; without one all of the folder."""
     folders = [folder, *([folder / "recipes"] if (folder / "recipes").is_dir() else [])]
     files = {p.name: str(p) for d in folders for p in d.iterdir() if p.suffix in (".yaml", ".yml")}
     shipped = list(shipped_recipes())
     close = [files[c] for c in difflib.get_close_matches(name, files, n=2, cutoff=0.5)]
     if close := close or difflib.get_close_matches(Path(name).stem, shipped, n=2, cutoff=0.5):
         return "; did you mean " + " or ".join(close) + "?"
-    return f"; known: {', '.join(sorted(files.values()) or shipped)}"
+    if not name:
+        return f"; known: {', '.join(sorted(files.values()) or shipped)}"
+    nearest = ", ".join(difflib.get_close_matches(name, shipped, n=3, cutoff=0.0))
+    return f"; the nearest that ship are {nearest}; `agentrl recipes` lists all"
 
 
 def _extended(path: Path, seen: tuple[Path, ...]) -> Document:

@@ -7,7 +7,6 @@ from math import comb
 from agentrl.plugins.types import Task
 from agentrl.rollout.compaction import COUNTS
 from agentrl.rollout.groups import Contrast, contrast
-from agentrl.secrets import without_known
 from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory, spread
 
 
@@ -158,15 +157,6 @@ def _seats(valid: Sequence[Trajectory]) -> dict[str, float]:
 def _compactions(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     extras = [t.extra for t in trajectories if COUNTS[0] in t.extra]
     return {f"rollout/{name}": sum(extra[name] for extra in extras) for name in COUNTS if extras}
-
-
-def unknown_tools(groups: Sequence[Group]) -> str:
-    """The names that were called most although no such tool is offered, at most three, each with its count."""
-    uses = ((use, t.tools) for group in groups for t in group.trajectories for use in t.tool_uses)
-    names = Counter(
-        without_known(use.name) or "calls that cannot be read" for use, tools in uses if use.name not in tools
-    )
-    return ", ".join(f"{name} ({count})" for name, count in names.most_common(3))
 
 
 def _tools(valid: Sequence[Trajectory]) -> dict[str, float]:

@@ -233,15 +233,22 @@ class Player:
 
     def describe(self) -> str:
         """One line for the start of a run."""
-        names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
-        rest = f"environment {self.env.name} · tools {names}"
-        if self.agent is not None and self.gateway is not None:
-            rest += f" · agent {self.agent.name} at {self.gateway.url}"
+        return f"{self.size()} · environment {self.env.name} · tools {self.offers()}"
+
+    def size(self) -> str:
+        """The model, and how many parameters it has."""
         if self.model is None:
-            return f"{self.chat.description} · {rest}"
+            return self.chat.description
         parameters = sum(p.numel() for p in self.model.parameters())
         size = f"{parameters / 1e6:.2f} M" if parameters < 1e9 else f"{parameters / 1e9:.2f} B"
-        return f"model {self.recipe.model.path} ({size} parameters) · {rest}"
+        return f"model {self.recipe.model.path} ({size} parameters)"
+
+    def offers(self) -> str:
+        """The tools, and the agent that calls them."""
+        names = ", ".join(tool.name for tool in (*self.toolbox.tools, *self.env.tools())) or "none"
+        if self.agent is not None and self.gateway is not None:
+            names += f" · agent {self.agent.name} at {self.gateway.url}"
+        return names
 
     async def close(self) -> list[str]:
         """Close, once, when the run ends: tools and environment free what they held, the engine stops. Returns a line

@@ -1,6 +1,7 @@
 """Display of a run's progress and result: live on a terminal, one line per step elsewhere."""
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from time import monotonic
 from types import MappingProxyType, TracebackType
@@ -33,13 +34,27 @@ def sparkline(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> s
     return "".join(SPARKS[min(len(SPARKS) - 1, max(0, int((m - low) / span * len(SPARKS))))] for m in means)
 
 
-def _selected(metrics: Mapping[str, Json]) -> str:
-    """How many groups of those sampled a step trains on; empty where it trains on all."""
-    if "groups/kept" not in metrics:
-        return ""
-    given_up = f", {metrics['groups/abandoned']} abandoned" if metrics["groups/abandoned"] else ""
-    kept = metrics["groups/kept"]
-    return f"{kept} of {kept + metrics['groups/left_out']} groups kept{given_up}  "
+def _groups(metrics: Mapping[str, Json], compares: bool) -> str:
+    """How many groups of those sampled are kept, and teach: where samples of a group are compared, those whose rewards
+    differ."""
+    varied = metrics.get("groups/varied", 0)
+    total = varied + metrics.get("groups/equal", 0) + metrics.get("groups/few", 0)
+    found = [f"{varied} of {total} groups teach"] if total and compares else []
+    if "groups/kept" in metrics:
+        kept = metrics["groups/kept"]
+        found.append(f"{kept} of {kept + metrics['groups/left_out']} groups kept")
+        found += [f"{metrics['groups/abandoned']} abandoned"] if metrics["groups/abandoned"] else []
+    return ", ".join(found)
+
+
+def _tool_errors(metrics: Mapping[str, Json]) -> str:
+    """The share of the calls that ended in an error; empty where no tool was called."""
+    counts = {what: sum(n for key, n in metrics.items() if _is_count(key, what)) for what in ("calls", "errors")}
+    return f"tool errors {counts['errors'] / counts['calls']:.0%}" if counts["calls"] else ""
+
+
+def _is_count(key: str, what: str) -> bool:
+    return key.startswith("tool/") and key.endswith(f"/{what}") and key.count("/") == 2
 
 
 def clock(seconds: float) -> str:
@@ -77,6 +92,12 @@ class Display:
         self.accuracies: list[float] = []
         """Held-out accuracy (0..1) of each evaluation of the split whose curve is shown."""
         self._start = monotonic()
+        self._evaluating: list[tuple[float, int]] = []  # seconds of each evaluation, and its number of splits
+        self._evaluated = 0.0  # seconds of those since the clock was started
+        self.evaluations_left: Callable[[int], int] = lambda step: 0
+        """How many splits will be evaluated after a step, those of the step left out."""
+        self.compares = True
+        """Whether only groups teach whose rewards differ."""
         self.latest: dict[str, float] = {}
         """Metrics of the last step."""
         self._phase = ""
@@ -129,13 +150,23 @@ class Display:
         """Print a line, which stays above the live display."""
         self._print(masked_text(text), highlight=False, markup=False, soft_wrap=True)
 
+    def detail(self, text: str) -> None:
+        """Print a line for who asked for more (`agentrl train -v`, or the logger `agentrl` at INFO)."""
+        if logging.getLogger("agentrl").isEnabledFor(logging.INFO):
+            self.note(text)
+
     def phase(self, name: str) -> None:
         """Show the current activity (loading, sampling, training, evaluating)."""
         self._phase = name
 
     def begin(self) -> None:
         """Start the clock from which the time left is estimated, before the first step."""
-        self._start = monotonic()
+        self._start, self._evaluated = monotonic(), 0.0
+
+    def evaluated(self, seconds: float, splits: int) -> None:
+        """Take the time that an evaluation took, for the time left."""
+        self._evaluating.append((seconds, splits))
+        self._evaluated += seconds
 
     def step(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Show a finished step and its metrics."""
@@ -153,9 +184,15 @@ class Display:
         self.note(f"step {step:>4}  held-out accuracy: {shown}")
 
     def time_left(self, step: int) -> float | None:
-        """Estimate the seconds left after `step` from the mean duration of the steps so far; None before the first."""
+        """Estimate the seconds left after `step` from the mean durations of steps and evaluations so far; None before
+        the first step."""
         done = step - self.first_step
-        return (monotonic() - self._start) / done * (self.steps - step) if done > 0 else None
+        if done <= 0:
+            return None
+        steps = (monotonic() - self._start - self._evaluated) / done * (self.steps - step)
+        splits = sum(count for _, count in self._evaluating)
+        mean = sum(seconds for seconds, _ in self._evaluating) / splits if splits else 0.0
+        return max(0.0, steps) + mean * self.evaluations_left(step)
 
     def _line(self, step: int, metrics: Mapping[str, Json]) -> str:
         left = self.time_left(step)
@@ -168,7 +205,7 @@ class Display:
 
     def _more(self, metrics: Mapping[str, Json]) -> str:
         """What a step's line says between its value and its speed."""
-        return _selected(metrics)
+        return "".join(f"{text}  " for text in (_groups(metrics, self.compares), _tool_errors(metrics)) if text)
 
     def _curve(self) -> str:
         return sparkline(self.values)
@@ -185,8 +222,8 @@ class Display:
             )
         if self.latest:
             table.add_row(unit, f"{self.latest[speed]:,.0f}", f"{self.latest['time/step_s']:.2f} s per step")
-            if selected := _selected(self.latest):
-                table.add_row("groups", selected)
+            if more := self._more(self.latest):
+                table.add_row("", more.rstrip())
         left = self.time_left(step)
         table.add_row("time left", clock(left) if left is not None else "…", Text(self._phase, style="dim"))
         return Group(self._progress, table)

@@ -25,8 +25,10 @@ from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.types import Json
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.algorithm import COMPARING
+from agentrl.rollout.call_counts import count_calls
 from agentrl.rollout.journal import Journal
-from agentrl.rollout.metrics import by_environment, reward_metrics, unknown_tools
+from agentrl.rollout.metrics import by_environment, reward_metrics
 from agentrl.rollout.player import Player
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
@@ -114,6 +116,8 @@ class Loop:
                 self.before, measured = self._evaluate(self.held_out.splits) if before else ({}, {})
                 known = self.taught.metrics() if self.taught is not None else {}
                 self._record({"step": 0, **known, **measured})
+            self.display.evaluations_left = self._evaluations_left
+            self.display.compares = self.recipe.algorithm.advantage.name in COMPARING
             self.display.begin()
             while self.step < self.rollouts.steps:
                 self.display.check()
@@ -171,8 +175,8 @@ class Loop:
             self.rollouts.publish(step)
         metrics |= {"time/sync_s": perf_counter() - trained, **self.profiler.take(metrics["time/train_s"])}
         metrics["time/step_s"] = perf_counter() - start
-        if names := unknown_tools(found.groups):
-            metrics[UNKNOWN_NAMES] = names
+        calls = count_calls(found.sampled, self.recipe.rollout.max_turn_tokens)
+        metrics |= calls.metrics() | ({UNKNOWN_NAMES: calls.named()} if calls.names else {})
         self._to_show.append(partial(self.display.step, step, metrics))
         self.journal.step(step, found.groups, self.learner.learned, left_out=found.left_out)
         metrics |= self._evaluate_when_due(step)
@@ -189,6 +193,14 @@ class Loop:
         self._accuracy = found[choosing].value
         return measured
 
+    def _evaluations_left(self, step: int) -> int:
+        """How many splits are evaluated after later steps than `step`."""
+        every, last = self.recipe.eval.every, self.rollouts.steps
+        if self.held_out.choosing is None or step >= last:
+            return 0
+        between = (last - 1) // every - step // every if every else 0
+        return between + len({self.held_out.choosing, *self.held_out.splits})
+
     def _evaluate(self, splits: Sequence[str]) -> tuple[dict[str, Accuracy], dict[str, float]]:
         """The accuracies of these splits, and their metrics."""
         if not splits:
@@ -197,6 +209,7 @@ class Loop:
         self.rollouts.sync_engine()
         found: dict[str, Accuracy] = {}
         metrics: dict[str, float] = {}
+        start = perf_counter()
         for split in splits:
             result, groups = self.interrupts.run(partial(self.held_out.play, split, after=self.step))
             found[split] = result.interval
@@ -209,6 +222,7 @@ class Loop:
                 environment = partial(environment_of, self.player.env)
                 shown = samples_of(groups, self.held_out.solved, environment)
                 self.trackers.conversations(self.step, split, shown)
+        self.display.evaluated(perf_counter() - start, len(splits))
         if found:
             self._to_show.append(partial(self.display.evaluation, self.step, found, self.held_out.choosing))
         return found, metrics

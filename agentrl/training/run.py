@@ -405,6 +405,8 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
     else:
         rows = [(split, loop.before.get(split), after) for split, after in loop.after.items()]
         display.final(rows, str(folder), seconds, untaught)
+        for finding in loop.health.remaining():
+            display.note(f"still so at the end: {finding.line}")
         display.note(loop.profiler.describe())
         best = loop.checkpoints.best()
         if best is not None and (line := _best_checkpoint(best, last, loop.before.get(best.split or ""))):

@@ -22,7 +22,7 @@ from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE, ImageSpan
 from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Health
-from agentrl.learner.roles import LocalRoles, RoleHost
+from agentrl.learner.roles import USUAL, LocalRoles, RoleHost
 from agentrl.learner.teacher import Guide, TeacherRole, filled, opening_of
 from agentrl.learner.teacher_server import TeacherServer
 from agentrl.plugins.environment import is_validation
@@ -38,6 +38,7 @@ from agentrl.rollout.player import Player
 from agentrl.rollout.selection import most_groups
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupts
+from agentrl.training.introduction import introduction
 from agentrl.training.loop import Loop
 from agentrl.training.preflight import Checked
 from agentrl.training.rollouts import OverlappedRollouts, Rollouts, SerialRollouts, StoredRollouts
@@ -126,6 +127,8 @@ def set_up(start: Start) -> Loop:
     begin_taught(start)
     recipe, interrupts = start.recipe, start.interrupts
     initial, player = make_player(start)
+    for line in introduction(recipe, start.checked, player, len(start.stored)):
+        start.display.note(line)
     held_out, sampler = _prepare_tasks(start, player)
     role_host = make_role_host(start, initial, player)
     profiler = make_profiler(start, recipe, role_host)
@@ -235,7 +238,6 @@ def make_player(start: Start) -> tuple[Recipe, Player]:
         )
     )
     start.at_end("the player", lambda: start.interrupts.complete(player.close))
-    display.note(player.describe())
     if recipe.sft is not None and recipe.start is None:
         display.note("sft: not part of this run: run `agentrl sft RECIPE --out DIR` first, then set model.path=DIR")
     if recipe.reward_model is not None:
@@ -291,7 +293,7 @@ def exclude_long(
 def make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
     """The host of the roles: this process, or a cluster whose workers log into the run folder."""
     recipe, display = start.recipe, start.display
-    display.note(f"chat: {player.chat.description}")
+    display.detail(f"chat: {player.chat.description}")
     if player.chat.rewrites_history:
         display.note(f"chat: the template rewrites its history: {player.chat.rewrites_history}")
     role_host: RoleHost
@@ -304,7 +306,7 @@ def make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
         role_host = LocalRoles(recipe, player.model)
     start.at_end("the roles", role_host.close)
     for line in role_host.describe():
-        display.note(line)
+        (display.detail if line == USUAL else display.note)(line)
     return role_host
 
 

@@ -1,4 +1,4 @@
-"""`report.html`: the page of a run in one file, with some of its conversations, failures first, of every split."""
+"""`report.html`: the page of a run in one file, with some of its conversations, unsolved ones first, of every split."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ from agentrl.view.assets import MODULES, Ranges, page_file
 from agentrl.view.store import RunStore, Why, column
 
 EACH = 12
-"""Samples that are kept of an evaluation, two thirds of them failures."""
+"""Samples that are kept of an evaluation, two thirds of them unsolved."""
 GROUPS = 3
 """Groups that are kept of the newest training step, those whose rewards differ first."""
 _MOST_OF_GROUP = 8
@@ -29,7 +29,7 @@ _EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.M)
 def write_report(folder: Path, title: str, ranges: Ranges | None = None, why: Why | None = None) -> Path:
     """Write `report.html` into a run folder, and return its path. Raises OSError.
 
-    ranges: healthy ranges of metrics. why: says why samples failed. A file that is damaged is a line in the page.
+    ranges: healthy ranges of metrics. why: says why samples are unsolved. A file that is damaged is a line in the page.
     """
     page = folder / "report.html"
     page.write_text(html(title, frozen(RunStore(folder, title), ranges or {}, why)), encoding="utf-8")
@@ -89,7 +89,9 @@ def frozen(run: RunStore, ranges: Ranges, why: Why | None) -> Json:
     kept = {name: rows for name, rows in chosen.items() if rows or "error" in index[name]}
     samples, left_out, images = _samples(run, kept)
     state["files"] = [file for file in state["files"] if file["name"] in kept]
-    note = f"This page holds {len(samples)} of the stored samples, failures first. For all of them: agentrl view RUN"
+    note = (
+        f"This page holds {len(samples)} of the stored samples, unsolved ones first. For all of them: agentrl view RUN"
+    )
     metrics = _metrics(run)
     one = {
         "state": state | {"training": False},
@@ -145,13 +147,15 @@ def _chosen(files: Sequence[Json], index: Mapping[str, Json], reasons: Mapping[s
 
 
 def _of_evaluation(facts: Json, examples: Sequence[int]) -> list[int]:
-    """The rows of samples that failed, those of `examples` first, then of others."""
+    """The rows of samples that are not solved, those of `examples` first, then of others."""
     solved, lost = column(facts, "solved"), column(facts, "boundary")
-    failed = sorted((row for row in range(facts["rows"]) if solved[row] is not True), key=lambda row: lost[row] is None)
-    failed = list(dict.fromkeys([*examples, *failed]))
-    kept = failed[: EACH * 2 // 3]
+    unsolved = sorted(
+        (row for row in range(facts["rows"]) if solved[row] is not True), key=lambda row: lost[row] is None
+    )
+    unsolved = list(dict.fromkeys([*examples, *unsolved]))
+    kept = unsolved[: EACH * 2 // 3]
     kept += [row for row in range(facts["rows"]) if solved[row] is True][: EACH - len(kept)]
-    return sorted([*kept, *failed[EACH * 2 // 3 :][: EACH - len(kept)]])
+    return sorted([*kept, *unsolved[EACH * 2 // 3 :][: EACH - len(kept)]])
 
 
 def _of_tasks(facts: Json, tasks: set[str]) -> list[int]:

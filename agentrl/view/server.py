@@ -54,7 +54,7 @@ class Shown:
     ranges: Callable[[], Ranges] = dict
     """The healthy ranges of metrics; called once the page asks for them."""
     why: Why | None = None
-    """Says why the samples of a file failed."""
+    """Says why samples of a file are unsolved."""
     follow: bool = False
     """Whether the page goes to the newest step as it comes."""
     token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -155,7 +155,7 @@ def _names(query: Mapping[str, str]) -> list[str]:
 
 def _why(shown: Shown, query: Mapping[str, str]) -> Json:
     if shown.why is None:
-        raise UserError("nothing was given that says why samples fail")
+        raise UserError("nothing was given that says why samples are unsolved")
     return _run(shown, query).why(query.get("file", ""), shown.why)
 
 

@@ -22,7 +22,7 @@ from agentrl.plugins.types import Json
 
 Why = Callable[[Path, Path | None, Callable[[int], str] | None], Json]
 """From a file of trajectories, that of the first evaluation of its split (if it is another), and a function from a
-token id to its text (if there is a tokenizer): why samples failed."""
+token id to its text (if there is a tokenizer): why samples are unsolved."""
 
 IN_FLIGHT = "in_flight.jsonl"
 _SHORT = (
@@ -205,7 +205,7 @@ class RunStore:
         return found
 
     def why(self, name: str, why: Why) -> Json:
-        """Why the samples of a file failed, by `why`; see it."""
+        """Why samples of a file are unsolved, by `why`; see it."""
         self.path(name)
         return self._cached(self._reasons, name, lambda path: why(path, self._first(name), self._piece()))
 

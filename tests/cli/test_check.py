@@ -8,6 +8,7 @@ from vision_help import file_of, picture
 
 from agentrl.cli.main import BAD_USAGE, run
 from agentrl.images import STORE
+from agentrl.models import never_seen
 
 RECIPE = """
 model: {path: tiny_vision}
@@ -42,6 +43,31 @@ def test_what_a_run_warns_of_before_its_first_step_is_said(recipe: str, capsys: 
         assert run(["check", recipe, change]) == 0
         said.append("warning: algorithm.loss 'kl_cov' pulls tokens back" in capsys.readouterr().out)
     assert said == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("model", "tools", "own_format", "words"),
+    [
+        ("tiny", ["calculator"], False, None),
+        ("tiny", ["lend"], False, "tiny has never seen the tool lend: it learned to call calculator alone"),
+        ("tiny", ["lend", "calculator", "buy"], True, "never seen the tools buy, lend and a chat format of its own"),
+        ("tiny_vision", ["move", "pick_up"], False, None),
+        ("some/model", ["lend"], True, None),
+    ],
+)
+def test_what_an_embedded_model_has_never_seen_is_said(
+    model: str, tools: list[str], own_format: bool, words: str | None
+) -> None:
+    said = never_seen(model, tools, own_format)
+    assert said is None if words is None else words in (said or "")
+
+
+def test_check_warns_of_tools_that_the_embedded_model_has_never_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    said = []
+    for recipe in ("gsm8k_tool", "text_game"):
+        assert run(["check", recipe]) == 0
+        said.append("warning: the embedded model tiny has never seen the tool" in capsys.readouterr().out)
+    assert said == [False, True]
 
 
 @pytest.mark.parametrize(

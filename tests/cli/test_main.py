@@ -38,6 +38,7 @@ MISTAKES = [
     (["check", RECIPE, "track.trackers=[wanbd]"], r"no tracker 'wanbd' is installed; did you mean 'wandb'"),
     (["check", RECIPE, "eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no 'tset'; did you mean 'test'"),
     (["check", RECIPE.replace("tool", "tol")], r"no such recipe file; did you mean .*gsm8k_tool.yaml"),
+    (["serve", "nosuch"], r"nosuch: no such recipe file; the nearest that ship are \S+, \S+, \S+; `agentrl recipes` lists"),
     (["check"], r"Missing argument .*; see agentrl check --help"),
     (["check", RECIPE, "--fast"], r"No such option.*--fast.*; see agentrl check --help"),
     (["chek"], r"No such command 'chek'.*; see agentrl --help"),
@@ -92,7 +93,11 @@ def test_every_command_refuses_an_unknown_key(capsys, command):
 def test_check_shows_what_would_run(capsys):
     assert main.run(["check", RECIPE, "rollout.n=5"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^  n: 5$", out, re.M)
+    titles = re.findall(r"^(first prompt|tasks|tools|memory|devices)\b", out, re.M)
+    assert titles == ["first prompt", "tasks", "tools", "memory", "devices"]
+    assert "  n: 5\n" not in out
+    assert main.run(["check", RECIPE, "rollout.n=5", "--recipe"]) == 0
+    assert "  n: 5\n" in capsys.readouterr().out
     assert re.search(r"^train: \d+ tasks$", out, re.M)
     assert re.search(r"^test: \d+ tasks$", out, re.M)
     assert re.search(r"^calculator \{expression: string\} from agentrl \S+ \(agentrl_tools", out, re.M)
@@ -103,7 +108,12 @@ def test_check_shows_what_would_run(capsys):
 def test_neither_check_nor_an_error_shows_secrets(capsys, monkeypatch):
     monkeypatch.setenv("AGENTRL_TEST_SECRET", "hunter2")
     mcp = "tools=[{name: mcp, args: {command: no-such-server, args: [--token, hunter2]}}]"
-    assert main.run(["check", RECIPE, "output=${AGENTRL_TEST_SECRET}", mcp, "tools.0.args.env={MODE: hunter2}"]) == 2
+    assert (
+        main.run(
+            ["check", RECIPE, "--recipe", "output=${AGENTRL_TEST_SECRET}", mcp, "tools.0.args.env={MODE: hunter2}"]
+        )
+        == 2
+    )
     out, err = capsys.readouterr()
     assert "output: ${AGENTRL_TEST_SECRET}" in out
     assert re.search(r"MCP server no-such-server --token \*\*\*: .*not found", err)
@@ -131,8 +141,8 @@ def model_folder(tmp_path):
 
 def test_check_renders_the_first_prompt_without_a_model(capsys, model_folder):
     assert main.run(["check", RECIPE, f"model.path={model_folder}"]) == 0
-    told, _, prompt = capsys.readouterr().out.partition("first prompt (task train-0)\n")
-    (schema,) = re.findall(r"^  (\{.*\})$", told.partition("\ntools\n")[2], re.M)
+    prompt, _, told = capsys.readouterr().out.partition("first prompt (task train-0)\n")[2].partition("\ntools\n")
+    (schema,) = re.findall(r"^  (\{.*\})$", told, re.M)
     assert f'"parameters": {schema}}}}}<|im_end|>' in prompt  # key for key as the tools were shown
     assert schema.startswith('{"type": "object", "properties": {"expression": {"type": "string", "description": ')
     assert prompt.startswith("<|im_start|>system\n{")

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from agentrl.cli import main
+from agentrl.errors import nearest
 from agentrl.images import STORE, ImageSpan
 from agentrl.models import embedded_path
 from agentrl.plugins.types import Task
@@ -92,6 +93,16 @@ def test_the_newest_step_is_printed_and_nothing_steers_the_terminal(
     ]  # fmt: skip
 
 
+def test_unsolved_samples_are_those_that_earned_below_the_mean(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = show(capsys, run, "--unsolved")
+    assert [line.partition(" · reward")[0] for line in said.splitlines() if line.startswith("==")] == [
+        f"== train, step 4 · home · task {task} · sample 0" for task in ("a", "b")
+    ]
+    assert show(capsys, run, "--unsolved", "--split", "test") == "every sample there is solved\n"
+    assert nearest("zz", map(str, range(100, 140))).startswith("; the nearest of 40: ")
+    assert "exclude each other" in show(capsys, run, "--unsolved", "--failed", code=2)
+
+
 def test_what_is_asked_for_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed = show(capsys, run, "--failed")
     assert [line for line in failed.splitlines() if line.startswith("==")] == [
@@ -99,7 +110,7 @@ def test_what_is_asked_for_is_printed(run: Path, capsys: pytest.CaptureFixture[s
         for step in (4, 2, 1)
     ]
     assert failed.count("failed (tool): search: away\\x07") == 3
-    assert show(capsys, run, "--failed", "--task", "a") == "no sample failed there\n"
+    assert show(capsys, run, "--failed", "--task", "a") == "no rollout failed there\n"
     one = show(capsys, run, "--task", "a", "--step", "2", "--limit", "1")
     assert one.count("== train, step 2 · home · task a") == one.count("==") == 1
     assert one.endswith("1 more: --limit 0 prints all of them\n")

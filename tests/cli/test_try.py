@@ -15,6 +15,7 @@ from PIL import Image
 
 from agentrl import Environment, Reply, Task, Tool, ToolResponse, ToolSource, tool
 from agentrl.cli import main
+from agentrl.plugins.registry import installed
 
 RECIPE = str(ROOT / "recipes" / "gsm8k_tool.yaml")
 EVENTS: list[str] = []
@@ -423,3 +424,13 @@ def test_a_bad_file_of_replies_is_named_with_its_line(capsys, tmp_path, name, co
 def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
     (tmp_path / "r.txt").write_bytes(b"\xff\xfe")
     assert "not a text file in UTF-8" in refused(capsys, "try", "gsm8k", "--replies", str(tmp_path / "r.txt"))
+
+
+@pytest.mark.parametrize("name", sorted(plugin.name for plugin in installed("envs")))
+def test_every_environment_that_ships_is_played_without_arguments(name: str, tmp_path, capsys) -> None:
+    replies = tmp_path / "replies.txt"
+    replies.write_text("\n---\n".join(["I do not know."] * 40), encoding="utf-8")
+    printed = said(capsys, name, "--replies", str(replies), "--images", str(tmp_path))
+    assert ("plays its example" in printed) == (name in ("dataset", "object"))
+    assert re.search(r"^reward \S+: \w+ ", printed, re.M), "the reward with its parts"
+    assert printed.endswith("solved: no\n")

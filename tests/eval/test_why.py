@@ -1,4 +1,4 @@
-"""Why samples fail: signs of samples, which of them are causes, and `agentrl why`."""
+"""Why samples are unsolved: signs of samples, which of them are causes, and `agentrl why`."""
 
 import json
 import random
@@ -138,13 +138,13 @@ def stored(folder: Path, step: int, samples: Sequence[Trajectory], split: str = 
 
 
 def untold(number: int) -> Trajectory:
-    """A sample that called no tool and failed."""
+    """A sample that called no tool and is unsolved."""
     return replace(sample(number, True), tool_uses=(), messages=(user("225 by 15"), answer("Nothing.")))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run whose failures at first called no tool, and copy numbers wrongly in the end, most at level 0."""
+    """A run whose unsolved samples at first called no tool, and copy numbers wrongly in the end, most at level 0."""
     stored(tmp_path, 0, [untold(n) if n % 2 else sample(n, False) for n in range(60)])
     lost = sample(60, True, rewards={}, finish=FinishReason.ERROR, failure=Failure(Boundary.TOOL, "away"))
     stored(tmp_path, 5, [*(sample(n, n % 3 == 0) for n in range(60)), lost])
@@ -152,13 +152,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def told(found: Diagnosis) -> dict[str, tuple[int, float, float, float | None]]:
-    return {f"{c.kind}: {c.value}": (c.failed, c.share, c.solved, c.before) for c in found.causes}
+    return {f"{c.kind}: {c.value}": (c.unsolved, c.share, c.solved, c.before) for c in found.causes}
 
 
-def test_causes_are_what_failures_have_more_often(run: Path) -> None:
+def test_causes_are_what_unsolved_samples_have_more_often(run: Path) -> None:
     files = [run / "trajectories" / f"eval_test_{step}.parquet" for step in (5, 0)]
     found = diagnose(*files, piece=lambda token: TEXT[token])
-    assert (found.samples, found.failed, found.lost, found.first_failed) == (60, 20, 1, 30)
+    assert (found.samples, found.unsolved, found.lost, found.first_unsolved) == (60, 20, 1, 30)
     assert told(found) == {
         "field: level = 0": (20, 1.0, 0.0, 1 / 3),
         "miscopied: number anywhere": (20, 1.0, 0.0, 0.0),
@@ -169,7 +169,7 @@ def test_causes_are_what_failures_have_more_often(run: Path) -> None:
     assert (cause.lift, cause.tasks) == (None, 20)
     assert cause.chance < 1e-9
     assert cause.examples[1] == ("eval_test_5.parquet", "t3", 0, '225 -> 22 in "22/15"')
-    assert [(c.kind, c.value, c.failed_before, c.failed) for c in found.gone] == [
+    assert [(c.kind, c.value, c.unsolved_before, c.unsolved) for c in found.gone] == [
         ("calls", "no tool was called", 30, 0)
     ]
     assert found.unexplained == 0
@@ -214,15 +214,15 @@ def test_where_none_was_solved_what_many_did_is_listed(tmp_path: Path) -> None:
         return sample(number, True, tool_uses=uses, rewards={"answer": 0.0})
 
     found = diagnose(stored(tmp_path, 1, [astray(n) for n in range(8)], split="train"))
-    assert (found.failed, found.samples) == (8, 8)
+    assert (found.unsolved, found.samples) == (8, 8)
     assert told(found)["tool error: an unknown tool: there is no tool named …"] == (4, 0.5, 0.0, None)
     assert not any(cause.kind in ("field", "miscopied") for cause in found.causes)
 
 
-def test_a_training_steps_failures_earned_less_than_the_mean(tmp_path: Path) -> None:
+def test_unsolved_samples_of_a_training_step_earned_less_than_the_mean(tmp_path: Path) -> None:
     path = stored(tmp_path, 3, [sample(n, (n + i) % 2 == 0, i) for n in range(20) for i in range(4)], split="train")
     found = diagnose(path)
-    assert (found.below, found.failed, found.samples) == (0.5, 40, 80)
+    assert (found.below, found.unsolved, found.samples) == (0.5, 40, 80)
     assert "miscopied: number in a call of calculator" in told(found)
 
 
@@ -270,12 +270,40 @@ def test_what_is_no_message_says_nothing() -> None:
     assert (wild.text, wild.calls) == ("", [("3", [])])
 
 
+def test_a_run_whose_samples_all_failed_says_whose_errors_they_were(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = [
+        sample(n, True, rewards={}, finish=FinishReason.ERROR, failure=Failure(Boundary.TOOL, f"away{n // 3}"))
+        for n in range(4)
+    ]
+    stored(tmp_path, 2, lost)
+    assert main.run(["why", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said.splitlines()[0] == "test, after step 2: all 4 samples failed by errors that are not the model's"
+    assert "  3 failed: tool: away0" in said
+    assert f"agentrl show {tmp_path} --split test --step 2 --failed" in said
+
+
+def test_calls_are_counted_where_no_sample_is_solved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    astray = ToolUse("abacus", 0, 0.1, "model: there is no tool named 'abacus'")
+    stored(tmp_path, 2, [replace(sample(n, True), tool_uses=(astray,)) for n in range(8)])
+    (fault,) = diagnose(tmp_path / "trajectories" / "eval_test_2.parquet").faults
+    assert fault.line == "8 of 8 calls name tools that do not exist: abacus (8); the tasks offer calculator"
+    assert main.run(["why", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert f"{fault.line}. Likely cause: this model has not learned to call" in said
+    assert "no sample is solved, so there is none to compare with" in said
+    assert main.run(["why", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["faults"][0]["name"] == "tools_unknown"
+
+
 def test_why_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "recipe.yaml").write_text("model: {path: tiny}\nenv: {name: gsm8k}\n")
     stored(run, 5, [sample(n, n == 0) for n in range(3)], split="hard")
     assert main.run(["why", str(run)]) == 0
     said = capsys.readouterr().out
-    assert "test, after step 5: 20 of 60 samples failed; after step 0: 30 of 60; 1 more lost" in said
+    assert "test, after step 5: 20 of 60 samples are unsolved; after step 0: 30 of 60; 1 more failed" in said
     assert 't3: 225 -> 22 in "22/15"' in said
     assert "no tool was called (30 -> 0 samples)" in said
     assert f"agentrl show {run} --split test --step 5 --task t0" in said.replace("\n", "")

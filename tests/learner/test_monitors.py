@@ -31,7 +31,10 @@ WELL = FLAT | {
 }  # fmt: skip
 GAMED = {"reward/brevity": 0.6, "reward/answer": 0.2}
 FAILING = {"rollout/failed": 2, "rollout/failed/tool": 1.5, "rollout/failed/reward": 0.5}
-ASTRAY = {"tool/unknown/calls": 128, "tool/calculator/calls": 0, "tool/unknown/names": "calc (128)"}
+ASTRAY = {
+    "tool/unknown/calls": 128, "calls/unknown": 128, "tool/calculator/calls": 0, "tool/unknown/names": "calc (128)"
+}  # fmt: skip
+SILENT = {"tool/calculator/calls": 0, "tool/unknown/calls": 0, "reward/mean": 0.0}
 STEPS = 40
 
 Changes = dict[str, Any]
@@ -80,9 +83,18 @@ def once(step: int) -> range:
         ("answers_unreceived", {"gateway/calls": 8, "gateway/unreceived": 1}, range(40), None, ""),
         ("tools_unknown", ASTRAY, range(40), 1, r"step 1: 128 of 128 calls name tools that do not exist: calc \(128\); "
          r"the tasks offer calculator\. .*agentrl sft"),
-        ("tools_unknown", ASTRAY | {"tool/unknown/calls": 15, "tool/calculator/calls": 17}, range(40), None, ""),
-        ("tools_unknown", ASTRAY | {"tool/unknown/calls": 7}, range(40), None, ""),
-        ("tools_not_called", {"tool/calculator/calls": 0}, range(40), 10, r"no tool in 10 steps \(calculator\)"),
+        ("tools_unknown", ASTRAY | {"calls/unknown": 15, "tool/unknown/calls": 15, "tool/calculator/calls": 17},
+         range(40), None, ""),
+        ("tools_unknown", ASTRAY | {"calls/unknown": 7, "tool/unknown/calls": 7}, range(40), None, ""),
+        ("calls_unreadable", {"calls/unreadable": 12}, range(40), 1,
+         r"step 1: 12 of 20 calls cannot be read\. .*--unsolved"),
+        ("calls_unreadable", {"calls/unreadable": 9}, range(40), None, ""),
+        ("calls_cut", {"calls/cut": 12}, range(40), 1, r"step 1: 12 of 20 calls were cut off by "
+         r"rollout\.max_turn_tokens, which is 48\. .*rollout\.max_turn_tokens=96"),
+        ("calls_cut", {"calls/cut": 9}, range(40), None, ""),
+        ("tools_not_called", SILENT, range(40), 3,
+         r"24 of 24 samples of 3 steps called none of the tools that their tasks offer \(calculator\)"),
+        ("tools_not_called", {"tool/calculator/calls": 0}, range(40), 10, r"80 of 80 samples of 10 steps called none"),
         ("tools_not_called", {"tool/calculator/calls": 0}, range(20, 40), 30, r"hardly calls calculator any more"),
         ("tools_not_called", {"tool/calculator/calls": 8}, range(20, 40), None, ""),
         ("tools_not_called", {"tool/calculator/calls": 0}, range(9), None, ""),
@@ -243,7 +255,9 @@ def test_a_run_says_it(tmp_path: Path, changes: Changes, step: int, words: str) 
     folder = agentrl.train(
         small(tmp_path / "run", **changes, eval__splits=[], train__steps=4), display=Display(4, "x", console)
     ).folder
-    assert console.file.getvalue().count(words) == 1  # type: ignore[attr-defined]
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    again = [line.startswith("still so at the end: ") for line in said.splitlines() if words in line]
+    assert again == [False, True][: 2 if step else 1]  # what is known before the first step is said once
     written = [(row["step"], one) for row in metrics(folder) for one in row.get("health", ())]
     assert [(at, one["name"], words in one["line"]) for at, one in written] == [(step, "no_contrast", True)]
 

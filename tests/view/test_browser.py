@@ -24,12 +24,12 @@ def why(path: Path, first: Path | None, piece: object) -> dict[str, object]:
     """What `agentrl why` gives, in short."""
     example = {"file": path.name, "task": "large-1", "sample": 0, "note": '225 -> 22 in "22/15"'}
     cause = {
-        "kind": "miscopied", "value": "number anywhere", "failed": 4, "tasks": 4, "share": 0.8, "solved": 0.0,
-        "lift": None, "chance": 1e-9, "before": 0.6, "failed_before": 4, "examples": [example],
+        "kind": "miscopied", "value": "number anywhere", "unsolved": 4, "tasks": 4, "share": 0.8, "solved": 0.0,
+        "lift": None, "chance": 1e-9, "before": 0.6, "unsolved_before": 4, "examples": [example],
     }  # fmt: skip
     return {
-        "file": path.name, "samples": 10, "failed": 5, "below": None, "lost": 0, "first_file": first and first.name,
-        "first_samples": 10, "first_failed": 7, "causes": [cause], "gone": [], "unexplained": 1, "notes": [],
+        "file": path.name, "samples": 10, "unsolved": 5, "below": None, "lost": 0, "first_file": first and first.name,
+        "first_samples": 10, "first_unsolved": 7, "causes": [cause], "gone": [], "unexplained": 1, "notes": [],
     }  # fmt: skip
 
 
@@ -205,7 +205,13 @@ def test_a_conversation_says_what_each_message_took(browser: Browser, served: Se
 def test_the_errors_page_leads_to_an_example(browser: Browser, served: Served) -> None:
     go(browser, "#errors", "document.querySelector('.examples a')")
     told = text(browser)
-    for known in ("5 of 10 samples failed", "7 of 10 (70.0 %)", "a number copied wrongly", "+20.0 points", '"22/15"'):
+    for known in (
+        "5 of 10 samples are unsolved",
+        "7 of 10 (70.0 %)",
+        "a number copied wrongly",
+        "+20.0 points",
+        '"22/15"',
+    ):
         assert known in told
     browser.evaluate("document.querySelector('.examples a').click()")
     browser.until("document.querySelector('.chat')")

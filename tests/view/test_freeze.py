@@ -19,7 +19,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run_folder(tmp_path_factory.mktemp("view") / "run", tasks=40), "run <b>", {"a": (0.5, None)})
 
 
-def test_it_holds_samples_of_all_splits_failures_first(page: Path) -> None:
+def test_it_holds_samples_of_all_splits_unsolved_ones_first(page: Path) -> None:
     data = embedded(page)
     (run,) = data["runs"]
     assert data["about"]["ranges"] == {"a": [0.5, None]}

@@ -1,4 +1,4 @@
-// Why samples failed: what failures have more often than solved samples do.
+// Why samples are unsolved: what they have more often than solved samples do.
 
 import { h, choice, percent, replace } from "./dom.js";
 
@@ -20,7 +20,7 @@ function change(cause) {
   if (cause.before === null || cause.before === undefined) return null;
   const points = 100 * (cause.share - cause.before);
   const way = Math.abs(points) < 0.05 ? "as before" : `${points > 0 ? "+" : ""}${points.toFixed(1)} points since the first evaluation`;
-  return h("span", { class: "soft" }, `${way} (${percent(cause.before)}, ${cause.failed_before} failures then)`);
+  return h("span", { class: "soft" }, `${way} (${percent(cause.before)}, ${cause.unsolved_before} unsolved then)`);
 }
 
 export function errorsView(app, params) {
@@ -56,26 +56,28 @@ export function errorsView(app, params) {
   }
 
   function block(places, found, cause, open) {
-    const count = `${cause.failed} of ${found.failed} failures, ${cause.tasks} tasks`;
+    const count = `${cause.unsolved} of ${found.unsolved} unsolved, ${cause.tasks} tasks`;
     return h("details", { open: open ? true : null, class: "cause" },
       h("summary", null, h("span", { class: "tag" }, TOLD[cause.kind] ?? cause.kind), " ", h("b", null, cause.value), " ", h("span", { class: "soft" }, count)),
-      h("div", { class: "shares" }, bar(cause.share, "failed", "of failures"), bar(cause.solved, "solved", "of solved samples")),
+      h("div", { class: "shares" }, bar(cause.share, "unsolved", "of unsolved"), bar(cause.solved, "solved", "of solved samples")),
       h("p", null, change(cause)),
       examples(places, cause));
   }
 
   function draw({ run }, found) {
     const places = placesOf(run, found.file);
-    const share = found.samples ? found.failed / found.samples : 0;
-    const before = found.first_file && found.first_samples ? ` In the first evaluation: ${found.first_failed} of ${found.first_samples} (${percent(found.first_failed / found.first_samples)}).` : "";
-    const below = found.below === null || found.below === undefined ? "" : ` A sample counts as failed below the mean reward, ${found.below.toFixed(3)}.`;
+    const share = found.samples ? found.unsolved / found.samples : 0;
+    const before = found.first_file && found.first_samples ? ` In the first evaluation: ${found.first_unsolved} of ${found.first_samples} (${percent(found.first_unsolved / found.first_samples)}).` : "";
+    const below = found.below === null || found.below === undefined ? "" : ` A sample counts as unsolved below the mean reward, ${found.below.toFixed(3)}.`;
     replace(body,
-      h("p", null, h("b", null, `${found.failed} of ${found.samples} samples failed (${percent(share)}).`), before, below,
+      h("p", null, h("b", null, `${found.unsolved} of ${found.samples} samples are unsolved (${percent(share)}).`), before, below,
         found.lost ? h("span", { class: "bad" }, ` ${found.lost} more were lost to errors that are not the model's.`) : null),
-      h("p", { class: "soft" }, "Each line is something that failures have more often than solved samples, and not by chance. Open it for examples."),
+      (found.faults ?? []).map((fault) => h("p", { class: "bad" }, `${fault.line}. Likely cause: ${fault.remedy}.`)),
+      Object.entries(found.errors ?? {}).map(([line, count]) => h("p", { class: "soft" }, `${count} lost: ${line}`)),
+      h("p", { class: "soft" }, "Each line is something that unsolved samples have more often than solved ones, and not by chance. Open it for examples."),
       found.causes.map((cause, k) => block(places, found, cause, k === 0)),
-      found.causes.length === 0 ? h("p", { class: "empty" }, found.failed ? "Nothing sets the failures apart from what was solved." : "No sample failed.") : null,
-      found.unexplained && found.causes.length ? h("p", { class: "soft" }, `${found.unexplained} failures have none of these. `) : null,
+      found.causes.length === 0 ? h("p", { class: "empty" }, found.unsolved ? "Nothing sets the unsolved samples apart from the solved ones." : "Every sample is solved.") : null,
+      found.unexplained && found.causes.length ? h("p", { class: "soft" }, `${found.unexplained} unsolved samples have none of these. `) : null,
       found.gone?.length ? [h("h2", null, "Gone since the first evaluation"), found.gone.map((cause) => block(places, found, cause, false))] : null,
       found.notes.map((line) => h("p", { class: "soft" }, line)));
   }
@@ -87,7 +89,7 @@ export function errorsView(app, params) {
     if (facing === told) return;
     told = facing;
     if (!now) return replace(body, h("p", { class: "empty" }, app.ready ? "No conversation is stored yet." : "Reading…"));
-    replace(bars, h("h1", null, "Why samples fail"), choice("of", there.map(({ key, text }) => [key, text]), now.key, (of) => {
+    replace(bars, h("h1", null, "Why samples are unsolved"), choice("of", there.map(({ key, text }) => [key, text]), now.key, (of) => {
       Object.assign(state, { of });
       app.remember(state);
       replace(body, h("p", { class: "empty" }, "Reading…"));

@@ -52,7 +52,7 @@ function card(app, number_, split, rows, taught) {
     .map((one) => ({ value: one.accuracy, low: one.low, high: one.high, kind: one.kind }));
   const span = (one) => (one.low === undefined ? "" : `${percent(one.low)} to ${percent(one.high)}`);
   const told = changed ? `${percent(first.accuracy)} before, ${percent(last.accuracy)} after` : percent(last.accuracy);
-  const link = last.file && h("a", { href: app.link("samples", { run: number_, split, step: last.step, outcome: "unsolved" }) }, "failures");
+  const link = last.file && h("a", { href: app.link("samples", { run: number_, split, step: last.step, outcome: "unsolved" }) }, "unsolved samples");
   return h("div", { class: "card" },
     h("div", { class: "soft" }, split, ", held out"),
     h("div", { class: "figure" }, changed && [h("span", { class: "soft" }, percent(first.accuracy)), " → "], percent(last.accuracy)),

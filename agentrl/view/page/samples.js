@@ -18,7 +18,7 @@ const SHOWN = [
   ["tokens", "tokens", "4rem", 3],
   ["total_s", "time", "4.4rem", 3],
 ];
-const OUTCOMES = [["", "all"], ["solved", "solved"], ["unsolved", "not solved"], ["failed", "failed (machinery)"], ["untrained", "not trained on"], ["branched", "branched"]];
+const OUTCOMES = [["", "all"], ["solved", "solved"], ["unsolved", "unsolved"], ["failed", "failed (machinery)"], ["untrained", "not trained on"], ["branched", "branched"]];
 const NUMBERS = new Set(["step", "reward", "advantage", "turns", "calls", "tool_errors", "tokens", "sampled_tokens", "total_s", "engine_s", "tools_s", "environment_s", "hooks_s", "group", "sample", "branches"]);
 const ALIASES = { errors: "tool_errors", time: "total_s", seconds: "total_s", length: "tokens" };
 const TERM = /([\w.]+)(<=|>=|:|=|<|>)("[^"]*"|\S+)|"([^"]*)"|(\S+)/g;
@@ -87,7 +87,7 @@ export function chosen(samples, filter, hits) {
 export function mark(column, i) {
   if (column.boundary[i] !== null) return h("span", { class: "bad", title: `failed: ${column.boundary[i]}`, role: "img", "aria-label": "failed" }, "!");
   if (column.solved[i] === null) return "";
-  return column.solved[i] ? h("span", { class: "good", role: "img", "aria-label": "solved" }, "✓") : h("span", { class: "bad", role: "img", "aria-label": "not solved" }, "✗");
+  return column.solved[i] ? h("span", { class: "good", role: "img", "aria-label": "solved" }, "✓") : h("span", { class: "bad", role: "img", "aria-label": "unsolved" }, "✗");
 }
 
 const WRITTEN = {

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from agentrl_tools.rewards.match import Match
@@ -39,6 +40,7 @@ class Dataset(Environment):
     """
 
     name = "dataset"
+    example = MappingProxyType({"source": "agentrl_envs.dataset.example:rows"})
 
     def __init__(
         self,

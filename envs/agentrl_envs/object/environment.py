@@ -8,6 +8,7 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from agentrl.containment.threads import Abandoned
 from agentrl.data.source import open_source
@@ -40,6 +41,7 @@ class ObjectEnvironment(Environment):
     """
 
     name = "object"
+    example = MappingProxyType({"factory": "agentrl_envs.object.example:Shelf"})
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ class TableTracker(Tracker):
 
 
 def _solved(sample: Mapping[str, Json]) -> str:
-    return "solved" if sample["solved"] else "not solved"
+    return "solved" if sample["solved"] else "unsolved"
 
 
 def _line(text: str) -> str:

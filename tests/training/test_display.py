@@ -1,0 +1,71 @@
+"""What a run says: its first lines, the line of a step, the time left."""
+
+import io
+import logging
+from typing import Any
+
+import pytest
+from rich.console import Console
+from train_help import small
+
+import agentrl
+from agentrl.training import display as displays
+from agentrl.training.display import Display
+
+STEP = {"reward/mean": 0.5, "rollout/tokens_per_s": 1000.0, "time/step_s": 2.0}
+GROUPS = {"groups/varied": 3, "groups/equal": 4, "groups/few": 1}
+CALLS = {"tool/a/calls": 6, "tool/a/errors": 1, "tool/unknown/calls": 2, "tool/unknown/errors": 2, "tool/a/calls/x": 9}
+KEPT = {"groups/kept": 2, "groups/left_out": 6, "groups/abandoned": 1}
+
+
+def shown(console: Console) -> str:
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "compares", "words"),
+    [
+        ({}, True, "reward 0.500  1,000 sampled"),
+        (GROUPS, True, "reward 0.500  3 of 8 groups teach  1,000 sampled"),
+        (GROUPS, False, "reward 0.500  1,000 sampled"),
+        (GROUPS | CALLS, True, "3 of 8 groups teach  tool errors 38%  1,000"),
+        (GROUPS | KEPT, True, "3 of 8 groups teach, 2 of 8 groups kept, 1 abandoned  1,000"),
+        ({"tool/a/calls": 0, "tool/a/errors": 0}, True, "reward 0.500  1,000 sampled"),
+    ],
+)
+def test_the_line_of_a_step(metrics: dict[str, Any], compares: bool, words: str) -> None:
+    display = Display(3, "run", Console(file=io.StringIO(), width=200))
+    display.compares = compares
+    display.step(1, STEP | metrics)
+    assert words in shown(display.console)
+
+
+def test_the_time_left_counts_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(displays, "monotonic", lambda: now[0])
+    display = Display(10, "run", Console(file=io.StringIO()))
+    display.evaluations_left = lambda step: 6 - step
+    display.evaluated(30.0, 3)  # before the first step
+    now[0] = 30.0
+    display.begin()
+    assert display.time_left(0) is None
+    now[0] = 34.0
+    assert display.time_left(2) == 8 * 2 + 4 * 10
+    display.evaluated(20.0, 1)
+    now[0] = 54.0
+    assert display.time_left(2) == 8 * 2 + 4 * 12.5
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_run_begins_with_what_it_does(verbose: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("agentrl"), "level", logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("agentrl").manager._clear_cache()  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), width=200)
+    recipe = small(tmp_path / "run", train__steps=1, eval__every=0, eval__before=False)
+    agentrl.train(recipe, display=Display(1, "x", console))
+    lines = shown(console).splitlines()
+    assert [line.partition(":")[0] for line in lines[:5]] == ["trained", "tasks", "steps", "sampled", "tools"]
+    assert "environment" in lines[1]
+    assert f"run folder: {tmp_path / 'run'}" in lines
+    assert any(line.startswith("chat: ") for line in lines) == verbose
+    assert any(line.startswith("training forward: ") for line in lines) == verbose

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-EMBEDDED = ("tiny", "tiny_vision")
-"""The `model.path` of the embedded models: one that reads text, and one that sees."""
+EMBEDDED = ("tiny", "tiny_tools", "tiny_vision")
+"""The `model.path` of the embedded models: one that calls a calculator, one that calls any tool, and one that sees."""
 
 
 def embedded_path(name: str = "tiny") -> Path:

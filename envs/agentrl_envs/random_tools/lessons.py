@@ -10,6 +10,8 @@ from agentrl_envs.random_tools import words as w
 from agentrl_envs.random_tools.world import Argument, RandomTool, State, Topic, World, json_text
 
 MOST_TOOLS = 6
+PLAIN = 0.25
+"""Share of lessons with one tool, one call and nothing else: from them a model learns soonest that it has to copy."""
 Call = tuple[RandomTool, dict[str, Json]]
 
 
@@ -96,6 +98,9 @@ class Teacher:
 
     def lesson(self) -> Lesson:
         """A lesson of one of the kinds."""
+        if self.rng.random() < PLAIN:
+            request, answer, expected = self.rng.choice((self.ask, self.act, self.work_out))()
+            return Lesson(self.tools, request, self.calls, answer, expected, changes=self.changes)
         kind = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
         request, answer, expected = kind(self)
         self._distract()

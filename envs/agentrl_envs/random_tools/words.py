@@ -121,13 +121,14 @@ WEEKDAYS = _each("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 ONSETS = _each("b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kl pl pr sh sk sl sp st th tr")
 VOWELS = _each("a e i o u ai ea ee io oo ou")
 ENDINGS = ["", "", "", "l", "n", "r", "s", "t", "m", "x", "nd", "rk", "st", "ck", "ng", "ll"]
-HELD_OUT_ENDINGS = ["p", "f", "sk", "lt", "mb"]
+HELD_OUT_ENDINGS = ["umb", "iff", "osk", "ult", "ep"]
 INVENTED = 0.35  # share of words that no list holds
 
 NAMING = (NOUNS, VERBS, GETTERS, FINDERS, ATTRIBUTES, ARGUMENTS, FLAGS, CHOICES, ADJECTIVES)
 """Lists whose words name tools and arguments, and choices."""
 HELD_OUT = 3
 """Every third word of a list is kept for the split `test`, unless another list gives it to the lessons."""
+REAL = frozenset(word for words in NAMING for word in words)
 TAUGHT = frozenset(word for words in NAMING for i, word in enumerate(words) if i % HELD_OUT)
 
 
@@ -138,10 +139,31 @@ def _own(number: int, held_out: bool) -> list[str]:
     return [word for word in NAMING[number][::HELD_OUT] if word not in TAUGHT] if held_out else taught
 
 
-def invented(rng: Random, endings: Sequence[str] = ENDINGS) -> str:
-    """A word that nobody knows, of one to three syllables."""
-    syllables = rng.choices((1, 2, 3), (1, 5, 2))[0]
-    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)) + rng.choice(endings)
+@cache
+def _followers() -> dict[str, str]:
+    """By every two letters of the real words, the letters that follow them there; a space begins and ends a word."""
+    found: dict[str, str] = {}
+    for real in sorted({word for words in (*NAMING, THINGS) for word in words if "_" not in word}):
+        text = f"  {real} "
+        for i in range(len(real) + 1):
+            found[text[i : i + 2]] = found.get(text[i : i + 2], "") + text[i + 2]
+    return found
+
+
+def invented(rng: Random, ending: str = "") -> str:
+    """A word that nobody knows: of syllables, of letters that follow each other in English, or of any letters."""
+    form = rng.random()
+    if form < 0.4:
+        syllables = rng.choices((1, 2, 3), (2, 5, 1))[0]
+        made = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)) + rng.choice(ENDINGS)
+    elif form < 0.8:
+        made, followers = "  ", _followers()
+        while len(made) < 12 and (letter := rng.choice(followers[made[-2:]])) != " ":
+            made += letter
+        made = made.strip()
+    else:
+        made = "".join(rng.choice("abcdefghijklmnopqrstuvwxyzaeiou") for _ in range(rng.randint(2, 7)))
+    return invented(rng, ending) if made in REAL else made + ending
 
 
 class Words:
@@ -155,7 +177,7 @@ class Words:
         own = _own(next(i for i, known in enumerate(NAMING) if known is words), self.held_out)
         for _ in range(50):
             if self.rng.random() < INVENTED:
-                word = invented(self.rng, HELD_OUT_ENDINGS if self.held_out else ENDINGS)
+                word = invented(self.rng, self.rng.choice(HELD_OUT_ENDINGS) if self.held_out else "")
             else:
                 word = self.rng.choice(own)
             if used is None or word not in used:

@@ -42,7 +42,14 @@ from agentrl.fine_tuning.lessons import (
     tools_of,
     write_report,
 )
-from agentrl.fine_tuning.new_model import bare_tokenizer, new_model, read_template, train_tokenizer
+from agentrl.fine_tuning.new_model import (
+    SPLIT,
+    SPLIT_WORDS,
+    bare_tokenizer,
+    new_model,
+    read_template,
+    train_tokenizer,
+)
 from agentrl.fine_tuning.trainer import (
     HELD_OUT,
     Course,
@@ -412,4 +419,5 @@ async def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment) ->
     finally:
         await toolbox.close()
     context = section.config["max_position_embeddings"]
-    return train_tokenizer(found, section.vocabulary, template, context, section.tokens)
+    split = SPLIT_WORDS if section.pre_tokenizer == "words" else SPLIT
+    return train_tokenizer(found, section.vocabulary, template, context, section.tokens, split)

@@ -77,7 +77,8 @@ class Environment(ABC):
         return ()
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
-        """Those of `tools()` that one task offers. By default all."""
+        """Those that one task offers: some of `tools()`, or tools of its own, the same objects at every call. By
+        default all of `tools()`."""
         return self.tools()
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:

@@ -430,7 +430,7 @@ class AgentDriver(Driver):
 
     def schemas(self, request: AgentRequest) -> tuple[dict[str, Json], ...]:
         """Schemas of the tools that the task of a rollout offers."""
-        return tuple(self._schemas[name] for name in request.main.tools)
+        return tuple(self.offered(request.main))
 
     def request(
         self, task: Task, sample: int, *, seed: Seed = 0, attempt: int = 0, opening: Opening | None = None

@@ -67,7 +67,7 @@ class Driver:
         self._environment = environment
         self._tools = tuple(tools)
         self._own = environment.tools()
-        self._schemas = {tool.name: tool.schema for tool in (*self._tools, *self._own)}
+        self._schemas = {id(tool): tool.schema for tool in (*self._tools, *self._own)}
         self.scorer = scorer or Scorer()
         self._weights = self.scorer.weights
         self.limits = limits
@@ -207,7 +207,7 @@ class Driver:
     def _open(self, request: AsyncRolloutRequest) -> None:
         request.main.at = _CHAT
         main = request.main
-        ids = request.opening.render(self.chat, main.messages, self._offered(main))
+        ids = request.opening.render(self.chat, main.messages, self.offered(main))
         if len(ids) >= (most := self._most(main)):
             request.main.at = Boundary.ENVIRONMENT, f"{self._environment.name}.create"
             raise UserError(
@@ -237,9 +237,9 @@ class Driver:
             raise UserError("its messages hold images, which the engine does not take: choose one that does")
         return messages
 
-    def _offered(self, conversation: Conversation) -> list[dict[str, Json]]:
-        """The schemas of a conversation's tools."""
-        return [self._schemas[name] for name in conversation.tools]
+    def offered(self, conversation: Conversation) -> list[dict[str, Json]]:
+        """The schemas of a conversation's tools; of those that a task alone has, made anew."""
+        return [self._schemas.get(id(tool)) or tool.schema for tool in conversation.tools.values()]
 
     def _most(self, conversation: Conversation) -> int:
         """The tokens that a conversation may have."""
@@ -353,7 +353,7 @@ class Driver:
         assert section is not None, "a summary was asked for"
         request.summaries += 1
         messages = reopened(section, conversation.opening_messages, summary, conversation.messages)
-        ids = array("i", self.chat.render(messages, self._offered(conversation)) if summary else ())
+        ids = array("i", self.chat.render(messages, self.offered(conversation)) if summary else ())
         if not 0 < len(ids) < self._within_total(request, self._most(conversation)):
             request.summaries_failed += 1
             return FinishReason.LENGTH
@@ -494,7 +494,7 @@ class Driver:
         timer = DeadlineTimer()
         try:
             conversation.at = _CHAT
-            ids = array("i", self.chat.render(conversation.messages, self._offered(conversation)))
+            ids = array("i", self.chat.render(conversation.messages, self.offered(conversation)))
             if len(ids) >= self._room(request, conversation):
                 room = max(0, self._room(request, conversation) - 1)
                 raise ArgumentError(f"it begins with {len(ids)} tokens, with room for {room} and an answer")

@@ -21,10 +21,10 @@ from agentrl.rollout.driver import Driver
 
 END = 1_200_000
 ROLES = {"system": 1_200_001, "user": 1_200_002, "assistant": 1_200_003, "tool": 1_200_004}
-_CALL = re.compile(r"<call>(\w*) ?(.*?)(</call>|$)", re.S)
+_CALL = re.compile(r"<call>([\w-]*) ?(.*?)(</call>|$)", re.S)
 
 
-def call(name: str, **arguments: Any) -> str:
+def call(name: str, /, **arguments: Any) -> str:
     """A tool call as the fake model writes it."""
     return f"<call>{name} {json.dumps(arguments)}</call>"
 

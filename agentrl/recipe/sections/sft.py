@@ -75,6 +75,9 @@ class NewModel(Section):
     null: none."""
     vocabulary: Tokens = 832
     """Size of the tokenizer's vocabulary."""
+    pre_tokenizer: Literal["qwen", "words"] = "qwen"
+    """What merges do not cross. qwen: words with the space before them, as in Qwen's tokenizer; words: spaces are
+    tokens of their own, so that a word has the same tokens wherever it stands, which small models copy sooner."""
     texts: Annotated[Positive, Unit("demonstrations")] = 16_000
     """Demonstrations, over all splits, that the tokenizer learns from."""
     chat_template: str

@@ -1,0 +1,1 @@
+"""The environment `random_tools`: tools that were never seen, in worlds made for one task each."""

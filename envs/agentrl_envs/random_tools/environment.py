@@ -1,0 +1,73 @@
+"""The environment `random_tools`: each task brings a small world and its own tools, made at random."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from random import Random
+
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Json, Message, Session, Task, answer_of
+from agentrl_envs.conversation import check_generated, check_split, check_style, generated_tasks
+from agentrl_envs.random_tools.lessons import Lesson, make_lesson
+from agentrl_envs.random_tools.world import State
+
+TRAIN_SIZE, HELD_OUT_SIZE = 1_000_000, 512
+STYLES: dict[str, dict[str, float]] = {"clean": {"clean": 1.0}}
+KEPT = 4096  # lessons that are remembered
+
+
+@lru_cache(KEPT)
+def lesson_of(split: str, index: int, seed: int) -> Lesson:
+    """The lesson of a task. Those of `test` are of words that no other has."""
+    return make_lesson(f"random_tools/{split}/{seed}/{index}", held_out=split == "test")
+
+
+def _task(split: str, index: int, seed: int) -> Task:
+    return Task(f"{split}-{seed}-{index}", {"split": split, "index": index, "seed": seed})
+
+
+class RandomTools(Environment):
+    """Requests that take one to five calls of tools that no other task has.
+
+    source: `generated`, which is all there is. seed: of the training tasks. Rewards: `answer`, 1 for an answer with
+    what was asked for, after exactly the changes that the request wanted. Tools of the split `test` have no word in
+    common with those of the others.
+    """
+
+    name = "random_tools"
+    reward_parts = ("answer",)
+    splits = ("validation", "test")
+
+    def __init__(self, source: str = "generated", seed: int = 0) -> None:
+        check_generated(self, source)
+        self._seed = seed
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        check_split(self, split)
+        return generated_tasks(split, TRAIN_SIZE, HELD_OUT_SIZE, self._seed, _task)
+
+    def lesson(self, task: Task) -> Lesson:
+        """The world of a task."""
+        return lesson_of(task.data["split"], task.data["index"], task.data["seed"])
+
+    def tools_for(self, task: Task) -> Sequence[Tool]:
+        return self.lesson(task).tools
+
+    async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
+        session.state = State()
+        return self.lesson(session.task).opening()
+
+    async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
+        lesson, said = self.lesson(session.task), answer_of(session.messages)
+        right = session.state.changes == lesson.changes and all(text in said for text in lesson.expected)
+        called = any(message["role"] == "tool" for message in session.messages)
+        return {"answer": float(right and called)}
+
+    def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
+        """Decide by the answer alone."""
+        return rewards.get("answer", 0.0) >= 1.0
+
+    def demonstrate(self, task: Task, rng: Random, style: str) -> list[Message]:
+        """A task worked without a mistake of its own."""
+        check_style(self, style, STYLES)
+        return self.lesson(task).play()[0]

@@ -1,0 +1,407 @@
+"""Lessons: a world, a request in words, the calls that it takes, and the answer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from agentrl.plugins.types import ArgumentError, Json, Message
+from agentrl_envs.conversation import assistant, tool_turn
+from agentrl_envs.random_tools import words as w
+from agentrl_envs.random_tools.world import Argument, RandomTool, State, Topic, World, json_text
+
+MOST_TOOLS = 6
+PLAIN = 0.25
+"""Share of lessons with one tool, one call and nothing else: from them a model learns soonest that it has to copy."""
+Call = tuple[RandomTool, dict[str, Json]]
+
+
+@dataclass(slots=True)
+class Lesson:
+    """One task, and how it is worked."""
+
+    tools: list[RandomTool]
+    request: str
+    calls: list[Call]
+    answer: str
+    expected: list[str]
+    """Texts that the answer must contain."""
+    system: str = ""
+    changes: list[list[Json]] = field(default_factory=list)
+    """What the calls are to change."""
+
+    def opening(self) -> list[Message]:
+        """The first messages."""
+        system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.request}]
+
+    def play(self) -> tuple[list[Message], State]:
+        """The messages after the opening, with the tools' own results, and the state that they leave."""
+        state, said = State(), list[Message]()
+        for tool, arguments in self.calls:
+            try:
+                result = tool.run(state, tool.check(arguments))
+            except ArgumentError as error:
+                result = f"Error: {error}"
+            said += tool_turn(tool.name, dict(arguments), result)
+        return [*said, assistant(self.answer)], state
+
+
+QUESTIONS = (
+    "What is the {attribute} of {thing}?", "Tell me the {attribute} of {thing}.", "I need the {attribute} of {thing}.",
+    "Which {attribute} has {thing}?", "{attribute} of {thing}?", "Can you tell me {thing}'s {attribute}?",
+    "Look at {thing}. What {attribute} does it have?", "For {thing}, say the {attribute}.",
+    "Do you know the {attribute} of {thing}?", "How about the {attribute} of {thing}?", "Give me {thing}: {attribute}.",
+    "What {attribute} does {thing} have?", "Say which {attribute} {thing} has.",
+)  # fmt: skip
+PARAPHRASES = {
+    "weight": "How heavy is {thing}?", "height": "How tall is {thing}?", "width": "How wide is {thing}?",
+    "depth": "How deep is {thing}?", "length": "How long is {thing}?", "age": "How old is {thing}?",
+    "owner": "Who owns {thing}?", "speed": "How fast is {thing}?", "driver": "Who drives {thing}?",
+    "temperature": "How hot is {thing}?", "distance": "How far is it to {thing}?",
+    "color": "What does {thing} look like?",
+    "population": "How many people live in {thing}?", "manager": "Who runs {thing}?", "city": "Where is {thing}?",
+    "doctor": "Who treats {thing}?", "volume": "How loud is {thing}?", "salary": "What does {thing} earn?",
+}  # fmt: skip
+"""Questions for an attribute without its name."""
+ORDERS = (
+    "{verb} {thing}{rest}.", "Please {verb} {thing}{rest}.", "Can you {verb} {thing}{rest}?",
+    "I want to {verb} {thing}{rest}.",
+    "{verb} the following: {thing}{rest}.", "It is about {thing}. Please {verb} it{rest}.",
+    "Go and {verb} {thing}{rest}.",
+    "Could somebody {verb} {thing}{rest}?", "We have to {verb} {thing}{rest}.", "Time to {verb} {thing}{rest}, please.",
+)  # fmt: skip
+NAMED = (
+    "with {name} {value}", "{name} {value}", "the {name} is {value}", "{name}: {value}", "set {name} to {value}",
+    "{value} as {name}", "with a {name} of {value}", "using {value} for the {name}", "and {name} should be {value}",
+)  # fmt: skip
+UNNAMED: Mapping[str, Sequence[str]] = {
+    "string": ("for {value}", "to {value}", "as {value}", "with {value}", "by {value}"),
+    "integer": ("{value} times", "by {value}", "with {value}", "for {value}", "to {value}"),
+    "number": ("by {value}", "to {value}", "at {value}", "with {value}"),
+    "enum": ("in {value}", "{value}", "make it {value}", "choose {value}", "as {value}"),
+}
+ANSWERS = ("Answer:", "####", "Result:", "=>", "Final answer:", "It is", "Solution:", "->", "Reply:", "=")
+GREETINGS = ("Hello.", "Hi,", "Good morning.", "Excuse me.", "I am {person}.", "This is {person} from {place}.",
+             "We met in {place}.", "I am in a hurry.", "A question about {word}:", "My {word} is {word}.")  # fmt: skip
+SYSTEMS = ("You are a helpful assistant.", "Use the tools.", "You work for {person} in {place}.", "Be short.",
+           "You are the {word} of {place}.", "Answer after you have called the tools that you need.")  # fmt: skip
+
+
+class Teacher:
+    """Makes the lessons of one world."""
+
+    def __init__(self, rng: Random, held_out: bool) -> None:
+        self.rng, self.world = rng, World(rng, held_out)
+        self.tools: list[RandomTool] = []
+        self.calls: list[Call] = []
+        self.changes: list[list[Json]] = []
+
+    def lesson(self) -> Lesson:
+        """A lesson of one of the kinds."""
+        if self.rng.random() < PLAIN:
+            request, answer, expected = self.rng.choice((self.ask, self.act, self.work_out))()
+            return Lesson(self.tools, request, self.calls, answer, expected, changes=self.changes)
+        kind = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
+        request, answer, expected = kind(self)
+        self._distract()
+        self.rng.shuffle(self.tools)
+        return self._framed(request, answer, expected)
+
+    def ask(self) -> tuple[str, str, list[str]]:
+        """Ask for an attribute of a thing, by one call."""
+        topic = self.world.topic(self.rng.randint(1, 3))
+        attribute, key = self.rng.choice(topic.attributes), self._some_key(topic)
+        if self.rng.random() < 0.25:
+            tool = self._add(self.world.finder(topic, True))
+        else:
+            tool = self._add(self.world.getter(topic, attribute if self.rng.random() < 0.5 else None, False))
+        self.calls.append((tool, {topic.key: key}))
+        value = json_text(topic.records[key][attribute])
+        return self._question(topic, attribute, key), f"The {attribute} is {value}.", [value]
+
+    def ask_by_id(self) -> tuple[str, str, list[str]]:
+        """Ask for an attribute of a thing whose identifier has to be found first."""
+        topic = self.world.topic(self.rng.randint(1, 3))
+        attribute, key = self.rng.choice(topic.attributes), self._some_key(topic)
+        find = self._add(self.world.finder(topic, False))
+        get = self._add(self.world.getter(topic, attribute if self.rng.random() < 0.5 else None, True))
+        self.calls += [(find, {topic.key: key}), (get, {topic.id_name: topic.ids[key]})]
+        value = json_text(topic.records[key][attribute])
+        return self._question(topic, attribute, key), f"The {attribute} is {value}.", [value]
+
+    def ask_two(self) -> tuple[str, str, list[str]]:
+        """Ask for the same attribute of two things, one call each."""
+        topic = self.world.topic(self.rng.randint(2, 4))
+        attribute = self.rng.choice(topic.attributes)
+        keys = self.rng.sample(list(topic.records), 2)
+        tool = self._add(self.world.getter(topic, attribute if self.rng.random() < 0.5 else None, False))
+        self.calls += [(tool, {topic.key: key}) for key in keys]
+        one, two = (json_text(topic.records[key][attribute]) for key in keys)
+        things = " and ".join(self._thing(topic, key) for key in keys)
+        answer = f"The {attribute} of {keys[0]} is {one}, of {keys[1]} {two}."
+        return self._fill(self.rng.choice(QUESTIONS), attribute=attribute, thing=things), answer, [one, two]
+
+    def act(self) -> tuple[str, str, list[str]]:
+        """Have something done, by one call."""
+        return self._act(by_id=False)
+
+    def act_by_id(self) -> tuple[str, str, list[str]]:
+        """Have something done to a thing whose identifier has to be found first."""
+        return self._act(by_id=True)
+
+    def work_out(self) -> tuple[str, str, list[str]]:
+        """Have a number worked out."""
+        rng, words, world = self.rng, self.world.words, self.world
+        verb, noun = words.of(w.VERBS), words.of(w.NOUNS, world.used)
+        names = list(dict.fromkeys(self._argument_name() for _ in range(rng.randint(1, 3))))
+        result = words.of(w.ATTRIBUTES)
+        tool = self._add(world.calculator(verb, noun, names, result))
+        values: dict[str, Json] = {name: w.whole(rng) if rng.random() < 0.7 else w.decimal(rng) for name in names}
+        self.calls.append((tool, values))
+        said = [self._named(name, value) for name, value in values.items()]
+        if len(names) == 2 and rng.random() < 0.3:
+            first, second = (json_text(value) for value in values.values())
+            said = [rng.choice((f"of {first} and {second}", f"{first} and {second}", f"for {first} with {second}"))]
+        question = rng.choice(
+            ("What is the {noun} {rest}?", "{verb} the {noun}, {rest}.", "I need the {noun} {rest}.", "{verb}: {rest}.",
+             "{verb} {rest}.", "Which {noun} comes out {rest}?", "How much {result} is it {rest}?")
+        )  # fmt: skip
+        request = self._fill(question, noun=noun, verb=verb, rest=" and ".join(said), result=result)
+        value = tool.run(State(), values)
+        number = self._number_in(value)
+        return request, f"The {result} is {number}.", [number]
+
+    def add_two(self) -> tuple[str, str, list[str]]:
+        """Have two numbers looked up and put together by another tool."""
+        rng, words, world = self.rng, self.world.words, self.world
+        topic = world.topic(rng.randint(2, 3))
+        attribute = topic.attributes[0]
+        for record in topic.records.values():
+            record[attribute] = w.whole(rng)
+        keys = rng.sample(list(topic.records), 2)
+        get = self._add(world.getter(topic, attribute if rng.random() < 0.5 else None, False))
+        verb, noun, result = words.of(w.VERBS), words.of(w.NOUNS, world.used), words.of(w.ATTRIBUTES)
+        names = [self._argument_name(), self._argument_name()]
+        if names[0] == names[1]:
+            names = ["a", "b"]
+        tool = self._add(world.calculator(verb, noun, names, result))
+        values: dict[str, Json] = {name: topic.records[key][attribute] for name, key in zip(names, keys, strict=True)}
+        self.calls += [(get, {topic.key: keys[0]}), (get, {topic.key: keys[1]}), (tool, values)]
+        things = " and ".join(self._thing(topic, key) for key in keys)
+        request = self._fill(
+            rng.choice(("{verb} the {attribute} of {things}.", "{verb} {noun} for the {attribute} of {things}.",
+                        "What is the {noun} of the {attribute} of {things}?", "{things}: {verb} their {attribute}.")),
+            verb=verb, noun=noun, attribute=attribute, things=things,
+        )  # fmt: skip
+        number = self._number_in(tool.run(State(), values))
+        return request, f"The {result} is {number}.", [number]
+
+    def retry(self) -> tuple[str, str, list[str]]:
+        """Ask for a thing under a name that is slightly wrong, or of a tool that is busy at first."""
+        request, answer, expected = self.ask()
+        tool, arguments = self.calls[0]
+        [(argument, key)] = arguments.items()
+        if self.rng.random() < 0.4:
+            busy = RandomTool(tool.name, tool.description, tool.parameters["properties"], [argument], tool.run, busy=1)
+            self.tools[0] = busy
+            self.calls = [(busy, arguments), (busy, arguments)]
+        elif len(str(key)) > 4 and str(key) in request:
+            at = self.rng.randrange(3, len(str(key)))
+            wrong = str(key)[:at] + self.rng.choice("aeiou3") + str(key)[at + self.rng.randint(0, 1) :]
+            try:
+                tool.run(State(), {argument: wrong})
+            except ArgumentError as error:
+                if str(error).endswith(f"did you mean {key}?"):
+                    request = request.replace(str(key), wrong)
+                    self.calls = [(tool, {argument: wrong}), (tool, arguments)]
+        return request, answer, expected
+
+    def missing(self) -> tuple[str, str, list[str]]:
+        """Ask for a thing that is not there."""
+        topic = self.world.topic(self.rng.randint(1, 2))
+        attribute = self.rng.choice(topic.attributes)
+        tool = self._add(self.world.getter(topic, attribute if self.rng.random() < 0.5 else None, False))
+        key = str(self.rng.choice(w.KEYS)(self.rng))
+        if any(known[:2].lower() == key[:2].lower() for known in topic.records):
+            return self.ask()
+        self.calls.append((tool, {topic.key: key}))
+        return self._question(topic, attribute, key), f"There is no {topic.noun} {key}.", ["no "]
+
+    def _act(self, by_id: bool) -> tuple[str, str, list[str]]:
+        rng, words, world = self.rng, self.world.words, self.world
+        topic, verb = world.topic(rng.randint(1, 3)), words.of(w.VERBS, world.used)
+        key = self._some_key(topic)
+        arguments = self._arguments()
+        result = rng.choice((words.of(w.ATTRIBUTES), words.of(w.NOUNS), "receipt", "ticket", "total", "reference"))
+        value = json_text(rng.choice(w.RESULTS)(rng))
+        gives: dict[str, Json] = {result: value}
+        if rng.random() < 0.5:
+            gives = {rng.choice(("state", "ok", topic.noun, "changed")): rng.choice((True, "done", key)), **gives}
+        if by_id:
+            find = self._add(world.finder(topic, rng.random() < 0.5))
+            self.calls.append((find, {topic.key: key}))
+        tool = self._add(world.actor(topic, by_id, arguments, verb, gives))
+        named: dict[str, Json] = {a.name: a.value for a in arguments if a.value is not None}
+        which = topic.id_name if by_id else topic.key
+        named[which] = topic.ids[key] if by_id else key
+        given = {name: named[name] for name in tool.parameters["properties"] if name in named}
+        self.calls.append((tool, given))
+        self.changes.append([tool.name, tool.check(given)])  # with defaults, as calls have them
+        request = self._order(topic, verb, key, arguments)
+        verb_text = verb.replace("_", " ")
+        if rng.random() < 0.6:
+            request += " " + rng.choice(
+                (f"What is the {result}?", f"Give me the {result}.", f"I need the {result}.", f"Which {result} is it?",
+                 f"Then tell me the {result}.", f"And the {result}?")
+            )  # fmt: skip
+            return request, f"The {result} is {value}.", [value]
+        return request, rng.choice((f"Done: {verb_text} {key}.", "Done.")), []
+
+    def _arguments(self) -> list[Argument]:
+        """Up to three arguments, and which of them the request gives."""
+        rng, made = self.rng, list[Argument]()
+        for _ in range(rng.choices((0, 1, 2, 3), (3, 4, 2, 1))[0]):
+            kind = rng.choices(("string", "integer", "number", "boolean", "enum", "pair"), (5, 4, 1, 1, 2, 1))[0]
+            if kind == "pair":
+                word, make = self._argument_name(), rng.choice(w.TEXTS)
+                for name, kind in ((f"from_{word}", "string"), (f"to_{word}", "pair")):
+                    made.append(Argument(name, kind, str(make(rng)), description=self.world.about(name)))
+                continue
+            if kind == "boolean":
+                name = self.world.words.of(w.FLAGS, self.world.used)
+                asked = rng.random() < 0.7
+                made.append(Argument(name, kind, True if asked else None, False, description=self.world.about(name)))
+                continue
+            name, value, choices = self._argument_name(), None, ()
+            if kind == "integer":
+                value = w.whole(rng)
+            elif kind == "number":
+                value = w.decimal(rng)
+            elif kind == "enum":
+                choices = tuple(dict.fromkeys(self.world.words.of(w.CHOICES) for _ in range(rng.randint(2, 4))))
+                value = rng.choice(choices)
+            else:
+                value = str(rng.choice(w.TEXTS)(rng))
+            argument = Argument(name, kind, value, choices=choices, description=self.world.about(name))
+            if rng.random() < 0.25:
+                argument.required = False
+                if rng.random() < 0.6:
+                    argument.default = value if rng.random() < 0.2 else (choices[0] if choices else value)
+                    argument.value = None
+            made.append(argument)
+        return made
+
+    def _argument_name(self) -> str:
+        name = self.world.words.of(w.ARGUMENTS, self.world.used)
+        if self.rng.random() < 0.15:
+            name = f"{name}_{self.world.words.of(w.ARGUMENTS)}"
+        return name
+
+    def _order(self, topic: Topic, verb: str, key: str, arguments: Sequence[Argument]) -> str:
+        """A request to do something, with what it takes."""
+        rng, said, thing = self.rng, list[str](), self._thing(topic, key)
+        given = [argument for argument in arguments if argument.value is not None]
+        kinds = [argument.kind for argument in given]
+        for i, argument in enumerate(given):
+            if argument.kind == "pair":
+                said[-1] = f"from {json_text(given[i - 1].value)} to {json_text(argument.value)}"
+            elif argument.kind == "boolean":
+                said.append(rng.choice((argument.name, f"make it {argument.name}", f"with {argument.name}")))
+            elif kinds.count(argument.kind) == 1 and rng.random() < 0.4 and argument.kind != "string":
+                if argument.kind == "integer" and rng.random() < 0.4:
+                    thing = rng.choice((f"{argument.value} of {thing}", f"{argument.value} {thing}"))
+                    said.append("")
+                    continue
+                said.append(rng.choice(UNNAMED[argument.kind]).format(value=json_text(argument.value)))
+            elif kinds == ["string"] and rng.random() < 0.4:
+                said.append(rng.choice(UNNAMED["string"]).format(value=json_text(argument.value)))
+            else:
+                said.append(self._named(argument.name, argument.value))
+        said = [text for text in said if text]
+        rest = "".join((" " if not i else rng.choice((", ", " and "))) + text for i, text in enumerate(said))
+        request = self._fill(rng.choice(ORDERS), verb=verb, thing=thing, rest=rest)
+        return request
+
+    def _named(self, name: str, value: Json) -> str:
+        text = json_text(value)
+        return self.rng.choice(NAMED).format(
+            name=name.replace("_", " "), value=f'"{text}"' if self._quoted(value) else text
+        )
+
+    def _quoted(self, value: Json) -> bool:
+        return isinstance(value, str) and self.rng.random() < 0.2
+
+    def _question(self, topic: Topic, attribute: str, key: str) -> str:
+        if attribute in PARAPHRASES and self.rng.random() < 0.4:
+            return self._fill(PARAPHRASES[attribute], thing=self._thing(topic, key))
+        return self._fill(self.rng.choice(QUESTIONS), attribute=attribute, thing=self._thing(topic, key))
+
+    def _thing(self, topic: Topic, key: str) -> str:
+        """A thing as people name it."""
+        text = f'"{key}"' if self.rng.random() < 0.2 else key
+        return self.rng.choice((text, text, f"{topic.noun} {text}", f"the {topic.noun} {text}", f"the {text}"))
+
+    def _some_key(self, topic: Topic) -> str:
+        return self.rng.choice(list(topic.records))
+
+    def _fill(self, template: str, **values: str) -> str:
+        plain = ("verb", "noun", "attribute", "result")
+        said = {name: value.replace("_", " ") if name in plain else value for name, value in values.items()}
+        text = template.format(**said)
+        return text[0].upper() + text[1:] if self.rng.random() < 0.85 else text
+
+    def _number_in(self, result: str) -> str:
+        """The number that a result of this world ends with."""
+        return result.rstrip(".}").rpartition(" ")[2]
+
+    def _add(self, tool: RandomTool) -> RandomTool:
+        self.tools.append(tool)
+        return tool
+
+    def _distract(self) -> None:
+        """Add tools that nobody needs."""
+        rng, world = self.rng, self.world
+        wanted = max(len(self.tools), rng.choices(range(1, MOST_TOOLS + 1), (2, 3, 4, 4, 2, 1))[0])
+        while len(self.tools) < wanted:
+            topic = world.topic(1)
+            kind = rng.randrange(4)
+            made = (
+                world.getter(topic, rng.choice((None, topic.attributes[0])), rng.random() < 0.3) if kind == 0
+                else world.finder(topic, rng.random() < 0.3) if kind == 1
+                else world.actor(topic, rng.random() < 0.3, self._arguments(), world.words.of(w.VERBS, world.used), {})
+            )  # fmt: skip
+            self.tools.append(made)
+
+    def _framed(self, request: str, answer: str, expected: list[str]) -> Lesson:
+        """The lesson with what stands around the request: greetings, a system prompt, the form of the answer."""
+        rng, system = self.rng, ""
+
+        def filled(text: str) -> str:
+            return text.format(person=w.person(rng), place=w.place(rng), word=w.word(rng))
+
+        if rng.random() < 0.25:
+            request = f"{filled(rng.choice(GREETINGS))} {request}"
+        if rng.random() < 0.4:
+            system = filled(rng.choice(SYSTEMS))
+        if len(expected) == 1 and expected != ["no "] and rng.random() < 0.25:
+            marker = rng.choice(ANSWERS) if rng.random() < 0.7 else f"{w.invented(rng).title()}:"
+            answer = f"{marker} {expected[0]}"
+            form = rng.choice((f'End with "{marker}" and the answer.', f"Answer with {marker} and the answer.",
+                               f"Say {marker} before the answer.", f"Write the answer after {marker}"))  # fmt: skip
+            if rng.random() < 0.5:
+                system = f"{system} {form}".strip()
+            else:
+                request = f"{request} {form}"
+        return Lesson(self.tools, request, self.calls, answer, expected, system, self.changes)
+
+
+KINDS: Mapping[Callable[[Teacher], tuple[str, str, list[str]]], float] = {
+    Teacher.ask: 22, Teacher.ask_by_id: 14, Teacher.ask_two: 7, Teacher.act: 20, Teacher.act_by_id: 14,
+    Teacher.work_out: 10, Teacher.add_two: 5, Teacher.retry: 6, Teacher.missing: 2,
+}  # fmt: skip
+"""Kinds of lessons, with their relative frequencies."""
+
+
+def make_lesson(seed: str, held_out: bool = False) -> Lesson:
+    """The lesson of a seed; with `held_out`, of words that no other lesson has."""
+    return Teacher(Random(seed), held_out).lesson()

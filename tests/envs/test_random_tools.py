@@ -1,0 +1,138 @@
+"""`random_tools`: its lessons can be worked as demonstrated, and what is held out has nothing in common with them."""
+
+import re
+import sys
+from random import Random
+
+import pytest
+from agentrl_envs.random_tools.environment import RandomTools
+from agentrl_envs.random_tools.lessons import make_lesson
+from fakes import call, make_driver
+from paths import ROOT
+
+from agentrl.errors import UserError
+from agentrl.testing import call as line
+from agentrl.testing import check_environment
+from agentrl.trajectory import FinishReason, check_invariants
+
+LESSONS = 2000
+VALUE = re.compile(r'"[^"]*"|\b[A-Za-z]*-?\d[\w./-]*')
+
+
+@pytest.fixture(scope="module")
+def lessons():
+    return [make_lesson(f"random_tools/train/0/{i}") for i in range(LESSONS)]
+
+
+def names(lessons):
+    """Names of tools, and of arguments."""
+    tools = [tool for lesson in lessons for tool in lesson.tools]
+    return {tool.name for tool in tools}, {name for tool in tools for name in tool.parameters["properties"]}
+
+
+async def play(env, task, script):
+    driver = make_driver(script, env, max_turns=12, max_tool_calls=12)
+    trajectory = await driver.drive(driver.request(task, 0))
+    check_invariants(trajectory)
+    return trajectory
+
+
+def script_of(said, write=call):
+    """What a model would write to say what a demonstration says."""
+    return [
+        write(message["tool_calls"][0]["function"]["name"], **message["tool_calls"][0]["function"]["arguments"])
+        if message.get("tool_calls")
+        else message["content"]
+        for message in said
+        if message["role"] == "assistant"
+    ]
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+async def test_demonstrations_are_paid_and_say_what_the_tools_say(split):
+    env = RandomTools()
+    for task in env.tasks(split)[:40]:
+        said = env.demonstrate(task, Random(0), "clean")
+        trajectory = await play(env, task, script_of(said))
+        assert trajectory.finish is FinishReason.STOP
+        assert trajectory.reward == 1.0
+        results = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+        assert results == [message["content"] for message in said if message["role"] == "tool"]
+
+
+async def test_a_guess_without_a_call_and_a_change_too_many_are_not_paid():
+    env, refused = RandomTools(), 0
+    for task in env.tasks("train")[:60]:
+        lesson = env.lesson(task)
+        assert (await play(env, task, [lesson.answer])).reward == 0.0
+        if lesson.changes:
+            script = script_of(env.demonstrate(task, Random(0), "clean"))
+            assert (await play(env, task, [script[-2], *script])).reward == 0.0
+            refused += 1
+    assert refused > 10
+
+
+def test_calls_of_demonstrations_fit_their_schemas(lessons):
+    for lesson in lessons:
+        for tool, arguments in lesson.calls:
+            assert tool.check(arguments).items() >= arguments.items()
+        assert len({tool.name for tool in lesson.tools}) == len(lesson.tools) <= 6
+        assert all(text in lesson.answer for text in lesson.expected)
+
+
+def test_lessons_are_of_many_kinds(lessons):
+    assert {len(lesson.tools) for lesson in lessons} == {1, 2, 3, 4, 5, 6}
+    assert {len(lesson.calls) for lesson in lessons} == {1, 2, 3}
+    schemas = [value for lesson in lessons for tool in lesson.tools for value in tool.parameters["properties"].values()]
+    assert {value["type"] for value in schemas} == {"string", "integer", "number", "boolean"}
+    assert any("enum" in value for value in schemas)
+    assert any("default" in value for value in schemas)
+    errors = [text for lesson in lessons for text in (m["content"] for m in lesson.play()[0]) if text.startswith("Error")]
+    assert any("busy" in text for text in errors)
+    assert any("did you mean" in text for text in errors)
+
+
+def test_a_task_is_always_the_same_and_no_two_splits_share_one():
+    env = RandomTools()
+    for split in ("train", "test"):
+        assert env.lesson(env.tasks(split)[3]).request == make_lesson(f"random_tools/{split}/0/3", split == "test").request
+    assert RandomTools(seed=1).tasks("train")[0].data != env.tasks("train")[0].data
+    assert RandomTools(seed=1).tasks("test")[0].data == env.tasks("test")[0].data
+
+
+def test_no_tool_and_no_argument_of_the_test_split_is_in_a_lesson(lessons):
+    tools, arguments = names(lessons)
+    own_tools, own_arguments = names([make_lesson(f"random_tools/test/0/{i}", held_out=True) for i in range(512)])
+    assert not tools & own_tools
+    assert own_arguments & arguments <= {"name", "key", "which"}
+
+
+def test_the_worlds_of_the_benchmark_share_no_name_and_no_sentence_with_the_lessons(lessons, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    import domains
+
+    tools, arguments = names(lessons)
+    sentences = {VALUE.sub("_", lesson.request) for lesson in lessons}
+    for kind in (domains.OrderDesk, domains.Library, domains.UnitConversion):
+        env = kind()
+        assert not tools & {tool.name for tool in env.tools()}
+        assert not arguments & {name for tool in env.tools() for name in tool.parameters["properties"]}
+        requests = [task.data["request"] for task in env.tasks("test")]
+        assert not sentences & {VALUE.sub("_", request) for request in requests}
+
+
+def test_it_keeps_the_contract():
+    env = RandomTools()
+
+    def gold(task):
+        return script_of(env.demonstrate(task, Random(0), "clean"), line)
+
+    check_environment(env, gold, lambda task: ["I do not know."])
+
+
+def test_a_style_or_source_that_is_not_there_is_refused():
+    env = RandomTools()
+    with pytest.raises(UserError, match="no demonstrations of style 'clever'"):
+        env.demonstrate(env.tasks("train")[0], Random(0), "clever")
+    with pytest.raises(UserError, match="makes its own tasks"):
+        RandomTools("file.jsonl")

@@ -20,14 +20,14 @@ class DiscountArgs(BaseModel):
     """Arguments of `reinforce_plus_plus` and `turn`."""
 
     model_config = ConfigDict(extra="forbid")
-    gamma: float = Field(1.0, ge=0, le=1)
+    gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount for each sampled token (gae, reinforce_plus_plus), or for each turn (turn)."""
 
 
 class GaeArgs(DiscountArgs):
     """Arguments of `gae`, and of what weighs its advantages (`pf_ppo_best_worst`, `pf_ppo_best_random`)."""
 
-    lam: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(default=1.0, ge=0, le=1)
     """Lambda: 1 takes returns as they come, 0 relies on the critic."""
 
 

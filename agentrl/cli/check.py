@@ -175,8 +175,9 @@ def _show_start(out: "Console", recipe: "Recipe") -> None:
     _title(out, f"start: {recipe.start}")
     for stage in section.stages:
         length = f"{stage.steps} steps" if stage.steps else f"{stage.epochs:g} epochs"
-        rate = stage.lr or RATES[size_of(recipe)]
-        out.print(f"{length} of {stage.batch} conversations, {stage.optimizer}, lr {rate:g}", highlight=False)
+        rate = f"lr {stage.lr or RATES[size_of(recipe)]:g}"
+        optimizer = "AdamW" if stage.muon_lr is None else f"Muon at {stage.muon_lr:g} and AdamW"
+        out.print(f"{length} of {stage.batch} conversations, {optimizer}, {rate}", highlight=False)
     told = "taught already: a run begins with" if kept(place) else "taught before the first step, and kept in"
     out.print(f"{told} {place}", style="dim", markup=False, soft_wrap=True)
 

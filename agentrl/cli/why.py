@@ -103,7 +103,8 @@ def _turn_limit(run: Path, evaluation: bool) -> int | None:
         return None
     if recipe is None:
         return None
-    return (recipe.eval.max_turn_tokens if evaluation else None) or recipe.rollout.max_turn_tokens
+    limits = recipe.rollout.changed(**recipe.eval.rollout) if evaluation else recipe.rollout
+    return limits.max_turn_tokens
 
 
 def _print(run: str, now: "Stored", first: "Stored | None", found: "Diagnosis") -> None:

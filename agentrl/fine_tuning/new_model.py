@@ -63,7 +63,8 @@ def train_tokenizer(
 ) -> "PreTrainedTokenizerFast":
     """Train byte-level BPE (Sennrich et al., arXiv:1508.07909) on rendered conversations, `vocabulary` tokens in all.
 
-    split: pattern of what no merge crosses. tokens: further texts that are one token each; like the template's tags they are read as plain text."""
+    split: pattern of what no merge crosses. tokens: further texts that are one token each; like the template's tags
+    they are read as plain text."""
     from tokenizers import AddedToken, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -29,6 +29,7 @@ SHOWN = 32
 """Of them those whose opening and demonstration are."""
 BLOCKS, BLOCK = 64, 1 << 16
 """Of a file of weights that is larger than all of them: how many blocks are read for the key, and their bytes."""
+MUON_LR = 0.02  # the usual one
 _TOLD = ("seed", "betas", "max_grad_norm")
 _MODEL = ("path", "device", "checkpointing", "compute")
 
@@ -43,9 +44,9 @@ def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:
     demonstrated = recipe.start is not None and recipe.start.source is None
     if size_of(recipe) != "small":
         few = {"steps": 100} if demonstrated else {"epochs": 2.0}
-        return (SftStage(style=style, batch=16, warmup_steps=10 if demonstrated else None, **few),)
-    optimizer = "adamw" if recipe.cluster.used else "muon"
-    return (SftStage(style=style, steps=300, batch=16, warmup_steps=30, optimizer=optimizer),)
+        return (SftStage(style=style, batch=16, warmup=10 if demonstrated else None, **few),)
+    muon_lr = None if recipe.cluster.used else MUON_LR
+    return (SftStage(style=style, steps=300, batch=16, warmup=30, muon_lr=muon_lr),)
 
 
 def stage_recipe(recipe: Recipe) -> Recipe:

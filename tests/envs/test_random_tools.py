@@ -87,7 +87,9 @@ def test_lessons_are_of_many_kinds(lessons):
     assert {value["type"] for value in schemas} == {"string", "integer", "number", "boolean"}
     assert any("enum" in value for value in schemas)
     assert any("default" in value for value in schemas)
-    errors = [text for lesson in lessons for text in (m["content"] for m in lesson.play()[0]) if text.startswith("Error")]
+    errors = [
+        text for lesson in lessons for text in (m["content"] for m in lesson.play()[0]) if text.startswith("Error")
+    ]
     assert any("busy" in text for text in errors)
     assert any("did you mean" in text for text in errors)
 
@@ -95,7 +97,9 @@ def test_lessons_are_of_many_kinds(lessons):
 def test_a_task_is_always_the_same_and_no_two_splits_share_one():
     env = RandomTools()
     for split in ("train", "test"):
-        assert env.lesson(env.tasks(split)[3]).request == make_lesson(f"random_tools/{split}/0/3", split == "test").request
+        assert (
+            env.lesson(env.tasks(split)[3]).request == make_lesson(f"random_tools/{split}/0/3", split == "test").request
+        )
     assert RandomTools(seed=1).tasks("train")[0].data != env.tasks("train")[0].data
     assert RandomTools(seed=1).tasks("test")[0].data == env.tasks("test")[0].data
 

@@ -42,10 +42,15 @@ SILENT = sample()
         ([WRONG] * 7, None),
         ([WRONG] * 4 + [RIGHT] * 5, None),
         ([WRONG] * 8, "8 of 8 calls name tools that do not exist: calculator (8); the tasks offer lend"),
-        ([sample(("x", "model: no"), tools=())] * 8, "8 of 8 calls name tools that do not exist: x (8); the tasks offer "
-         "no tools"),
+        (
+            [sample(("x", "model: no"), tools=())] * 8,
+            "8 of 8 calls name tools that do not exist: x (8); the tasks offer no tools",
+        ),
         ([sample(("", UNREAD))] * 6 + [RIGHT] * 2, "6 of 8 calls cannot be read"),
-        ([sample(("lend", UNREAD), turn=LIMIT)] * 8, "8 of 8 calls were cut off by rollout.max_turn_tokens, which is 4"),
+        (
+            [sample(("lend", UNREAD), turn=LIMIT)] * 8,
+            "8 of 8 calls were cut off by rollout.max_turn_tokens, which is 4",
+        ),
         ([SILENT] * 8, "8 of 8 samples call no tool; the tasks offer lend"),
         ([sample(tools=())] * 8, None),
     ],

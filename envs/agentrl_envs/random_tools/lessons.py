@@ -272,7 +272,8 @@ class Teacher:
                 asked = rng.random() < 0.7
                 made.append(Argument(name, kind, True if asked else None, False, description=self.world.about(name)))
                 continue
-            name, value, choices = self._argument_name(), None, ()
+            name, choices = self._argument_name(), tuple[str, ...]()
+            value: Json
             if kind == "integer":
                 value = w.whole(rng)
             elif kind == "number":

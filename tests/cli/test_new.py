@@ -51,7 +51,7 @@ class House:
 
     def environment(self) -> dict[str, str]:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "PYTEST", "VIRTUAL"))}
-        return {**kept, "COLUMNS": "200"}
+        return {**kept, "COLUMNS": "200", "XDG_CACHE_HOME": str(self.folder / "cache")}
 
     def agentrl(self, *arguments: str, cwd: Path | None = None, fails: bool = False) -> str:
         return self.run("-m", "agentrl.cli.main", *arguments, cwd=cwd, fails=fails)
@@ -81,7 +81,7 @@ def test_its_own_test_passes_and_would_notice(house, name):
     whole = source.read_text()
     broken = {
         "doubler": ("        session.state = None", "        session.state.pop('connection')"),
-        "apples": ('data["a"] + session.task.data["b"]', 'data["a"]'),
+        "apples": ('right = sold == min(row["asked"], row["there"])', 'right = sold == row["asked"]'),
     }
     old, new = broken[name]
     assert old in whole
@@ -106,7 +106,7 @@ def test_it_is_listed_beside_those_that_cannot_be_imported(house):
     tools, envs = house.listed("tools"), house.listed("envs")
     agents = house.agentrl("agents")
     assert re.search(r"^doubler +agentrl-doubler 0.1.0 +doubler:Doubler +Works out one operation", tools, re.M)
-    assert re.search(r"^apples +agentrl-apples 0.1.0 +apples:Apples +Sums in a sentence", envs, re.M)
+    assert re.search(r"^apples +agentrl-apples 0.1.0 +apples:Apples +A customer at a shop's counter", envs, re.M)
     assert re.search(r"^patient +agentrl-patient 0.1.0 +patient:solve +Do one task", agents, re.M)
     for name, out in (("sick_tool", tools), ("sick_env", envs)):
         assert re.search(rf"^{name} +agentrl-{name} 0.1.0 +{name}:Plugin +broken: ", out, re.M)
@@ -126,10 +126,13 @@ def test_it_can_be_tried(house):
     assert "\n6\n" in out
     assert "reward 0: doubler 0" in out
     replies = house.folder / "replies.txt"
-    replies.write_text('/calculator {"expression": "1+1"}\n---\nhm\n---\n#### 2\n')
-    out = house.agentrl("try", "apples", "--tools", "calculator", "--replies", str(replies))
-    assert "End with a line like" in out
-    assert re.search(r"^ended by stop after 3 turns and 1 tool call$", out, re.M)
+    replies.write_text(
+        '/sell {"item": "violin", "number": 2}\n---\n/sell {"item": "violin", "number": 1}\n---\nsold 1\n'
+    )
+    rows = house.folder / "apples" / "tasks.jsonl"
+    out = house.agentrl("try", "apples", "--source", str(rows), "--task", "train-1", "--replies", str(replies))
+    assert "error: 1 there" in out
+    assert re.search(r"^ended by env_done after 3 turns and 2 tool calls$", out, re.M)
     assert re.search(r"^solved: no$", out, re.M)
 
 
@@ -137,12 +140,29 @@ def test_it_can_be_tried(house):
 @pytest.mark.parametrize("name", ["doubler", "apples"])
 def test_it_trains_the_embedded_model(house, name):
     folder = house.folder / name
-    assert re.search(r"step +1/1 +reward", house.agentrl("train", f"recipes/{name}.yaml", *QUICK, cwd=folder))
+    short = ["sft={stages: [{steps: 2, batch: 2}]}"] if name == "apples" else []
+    out = house.agentrl("train", f"recipes/{name}.yaml", *QUICK, *short, cwd=folder)
+    assert re.search(r"step +1/1 +reward", out)
     run = folder / "runs" / f"{name}-001"
     assert (run / "checkpoints" / "step_1").is_dir()
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == 1
-    assert metrics[-1]["tool/calculator/calls"] > 0, "the new tool goes by the name that the embedded model knows"
+    if name == "doubler":
+        assert metrics[-1]["tool/calculator/calls"] > 0, "the new tool goes by the name that the embedded model knows"
+    else:
+        assert metrics[0]["start/steps"] == 2
+        assert metrics[0]["start/loss_last"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "points"), [("apples", 0.1), ("doubler", 0.2), ("patient", 0.2)])
+def test_it_raises_the_reward_as_generated(house, name, points):
+    folder = house.folder / name
+    house.agentrl("train", f"recipes/{name}.yaml", f"output=runs/{name}-long", cwd=folder)
+    rows = [json.loads(line) for line in (folder / "runs" / f"{name}-long" / "metrics.jsonl").read_text().splitlines()]
+    before, after = (row["eval/test/accuracy"] for row in (rows[0], rows[-1]))
+    assert after >= before + points
+    assert before >= rows[0].get("start/test/accuracy", 0.0)
 
 
 @pytest.mark.slow

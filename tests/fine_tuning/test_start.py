@@ -69,7 +69,7 @@ def test_a_run_begins_with_what_was_taught_and_the_next_one_too(tmp_path: Path) 
     assert far(taught, weights(result.checkpoint)) < 1e-6, "reinforcement learning went on from what was taught"
     first = rows(result.folder)[0]
     assert first["start/steps"] == 3
-    assert first["start/loss_last"] < first["start/loss_first"]
+    assert 0 < first["start/loss_last"] < 0.1, "the embedded model knows these demonstrations"
     assert result.untaught == {"test": first["start/test/accuracy"]}
     assert first["eval/test/accuracy"] == result.before["test"]
     assert "after the start" in said
@@ -88,6 +88,7 @@ def test_a_run_begins_with_what_was_taught_and_the_next_one_too(tmp_path: Path) 
 
 INTERRUPTING = """
 import os, signal
+from agentrl_envs.gsm8k.environment import Gsm8k
 
 class Interrupting(Gsm8k):
     shown = 0

@@ -36,9 +36,13 @@ def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
     assert not [name for name in found if "test_" in name or name.startswith("tests")]
 
 
+def environment_of(unpacked):
+    return {**os.environ, "PYTHONPATH": str(unpacked), "XDG_CACHE_HOME": str(unpacked / ".cache")}
+
+
 def run(unpacked, folder, *commands):
     """Commands of the unpacked wheel, whose packages and entry points come before those of the checkout."""
-    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    environment = environment_of(unpacked)
     code = (
         "import agentrl, shlex, sys; print(agentrl.__file__, file=sys.stderr); from agentrl.cli.main import run;"
         "code = max(run(shlex.split(command)) for command in sys.argv[1:]);"
@@ -64,3 +68,30 @@ def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
     assert "advantage: gae" in said  # gsm8k_ppo extends another
     template = unpacked / "agentrl" / "recipes" / "tiny_template.jinja"
     assert f"chat_template: {template}" in said
+
+
+@pytest.mark.slow
+def test_what_new_writes_is_installed_tested_and_trained(wheel, tmp_path):
+    unpacked, empty = tmp_path / "site", tmp_path / "empty"
+    wheel.extractall(unpacked)
+    empty.mkdir()
+    kinds = {"shop": "env", "doubler": "tool", "patient": "agent"}
+    run(unpacked, empty, *(f"new {kind} {name}" for name, kind in kinds.items()))
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
+    packages = [f"./{name}" for name in kinds]
+    subprocess.run([*pip, "--target", str(unpacked), *packages], cwd=empty, check=True, capture_output=True)
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", *packages]
+    tested = subprocess.run(
+        pytest_, cwd=empty, env=environment_of(unpacked), capture_output=True, text=True, check=False
+    )
+    assert tested.returncode == 0, tested.stdout
+    small = "train.steps=1 rollout.tasks=2 rollout.n=2 eval.tasks=2 train.threads=1"
+    taught = "'sft={stages: [{steps: 2, batch: 2}]}'"
+    commands = [f"train {name}/recipes/{name}.yaml {small}" for name in kinds]
+    said = run(unpacked, empty, f"{commands[0]} {taught}", f"{commands[0]} {taught}", *commands[1:])
+    assert said.count("teaches first") == 1
+    assert said.count("taught already") == 1
+    for name in kinds:
+        rows = (empty / "runs" / f"{name}-001" / "metrics.jsonl").read_text().splitlines()
+        assert rows[-1].startswith('{"step": 1, ')
+    assert '"start/steps": 2' in (empty / "runs" / "shop-002" / "metrics.jsonl").read_text()

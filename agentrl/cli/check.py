@@ -399,16 +399,38 @@ def _show_prompt(
 
 
 async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) -> "Sequence[Message]":
+    """The opening messages of a task, as a rollout would have them. Raises UserError."""
     from random import Random
     from time import monotonic
 
+    from agentrl.containment.deadline import DeadlineTimer, OwnedTask
+    from agentrl.errors import UserError, contained, describe
     from agentrl.plugins.types import Session
+    from agentrl.rollout.hooks import checked_messages
 
     session = Session(f"check/{task.id}", task, Random(seed), monotonic() + seconds)
-    try:
-        return await env.create(session, **task.create_kwargs)
-    finally:
-        await env.release(session)
+    own = OwnedTask()
+
+    async def created() -> "Sequence[Message]":
+        timer, messages = DeadlineTimer(own), []
+        wrong: UserError | None = None
+        for name, hook in (("create", env.create), ("release", env.release)):
+            kwargs = task.create_kwargs if name == "create" else {}
+            try:
+                given = await timer.wait(hook(session, **kwargs), monotonic() + seconds)
+                messages = checked_messages(given, "opening messages") if name == "create" else messages
+            except BaseException as error:  # noqa: BLE001 - boundary: an environment may raise anything
+                why = describe(contained(error))
+                wrong = wrong or UserError(f"environment {env.name!r}: {name} of task {task.id}: {why}")
+        timer.close()
+        if wrong is not None:
+            raise wrong
+        return messages
+
+    found = await own.run(created(), 2 * seconds, 1.0)
+    if not found.done():
+        raise UserError(f"environment {env.name!r}: create() of task {task.id} ignores its cancellation")
+    return found.result()
 
 
 def _plain(content: object) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from agentrl.errors import PlainError, check_settings, contained, torch_settings
+from agentrl.errors import InfrastructureError, PlainError, check_settings, contained, torch_settings
 
 GRACE = 2.0
 """Seconds between asking work to end and cancelling it, and between one cancellation and the next."""
@@ -112,6 +112,8 @@ class DeadlineTimer:
         settings = torch_settings()
         try:
             try:
+                if not isinstance(work, Awaitable):
+                    raise InfrastructureError(f"it is not `async def`: it returned {type(work).__name__}")
                 result = await work
                 check_settings(settings)
             finally:

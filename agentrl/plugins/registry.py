@@ -307,6 +307,9 @@ class _Tasks(LazyTasks):
         if not isinstance(task.id, str):
             kind = type(task.id).__name__
             raise UserError(f"{self._called(index)} has the id {task.id!r:.60} of type {kind}: an id is a text")
+        if not isinstance(task.data, Mapping):
+            kind = type(task.data).__name__
+            raise UserError(f"{self._called(index)} has data of type {kind}; expected a dictionary")
         if (other := self._places.setdefault(task.id, index)) != index:
             raise UserError(f"{self._called(index)} has the id of task {other}, {task.id!r:.60}: give each its own")
         return task

@@ -12,6 +12,9 @@ from agentrl.plugins.tool import Tool, ToolSource
 from agentrl.plugins.types import Task
 from agentrl.recipe.sections.env import ToolSection
 
+JSON_TYPES = ("string", "integer", "number", "boolean", "array", "object", "null")
+"""What a parameter may be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
@@ -69,10 +72,30 @@ def _check(tools: Sequence[Tool], origins: Sequence[str], env: Environment) -> N
         if other := by_name.get(tool.name):
             raise UserError(f"tools: {other} and {origin} both offer {tool.name!r} to the model")
         by_name[tool.name] = origin
-        kind, properties = tool.parameters.get("type"), tool.parameters.get("properties", {})
-        if kind != "object" or not isinstance(properties, Mapping):
-            raise UserError(f"tool {tool.name!r} ({origin}): its `parameters` want type object and a map of properties")
+        if wrong := _wrong(tool):
+            raise UserError(f"tool {tool.name!r} ({origin}): {wrong}")
         _ = tool.schema  # raises where no prompt can hold it
+
+
+def _wrong(tool: Tool) -> str:
+    """What no prompt could say of a tool, or no model call; empty where all is well."""
+    given = tool.parameters
+    if any(letter.isspace() for letter in tool.name):
+        return "its name holds white space; expected a word such as find_book"
+    if not isinstance(tool.description, str):
+        return f"its `description` is of type {type(tool.description).__name__}; expected a text"
+    if not isinstance(given, Mapping):
+        return f"its `parameters` are of type {type(given).__name__}; expected a JSON schema of type object"
+    properties, required = given.get("properties", {}), given.get("required", [])
+    if given.get("type") != "object" or not isinstance(properties, Mapping):
+        return "its `parameters` want type object and a map of properties"
+    if isinstance(required, str) or not isinstance(required, Sequence) or {*required} - {*properties}:
+        return f"its `parameters` require {required!r:.60}; expected a list of names among its properties"
+    for name, schema in properties.items():
+        kind = schema.get("type") if isinstance(schema, Mapping) else None
+        if isinstance(kind, str) and kind not in JSON_TYPES:
+            return f"its parameter {name!r} has the type {kind!r:.40}{nearest(kind, JSON_TYPES)}"
+    return ""
 
 
 def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:
@@ -83,6 +106,8 @@ def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, To
     given = call_plugin(owner, env.tools_for, task)
     if not isinstance(given, Sequence) or not all(isinstance(tool, Tool) for tool in given):
         raise UserError(f"{owner} returned {given!r:.60}; expected a sequence of Tool objects")
+    if foreign := {tool.name for tool in given} - {tool.name for tool in env.tools()}:
+        raise UserError(f"{owner} gives {min(foreign)!r}, which `tools` does not; it chooses among those")
     own = {tool.name: tool for tool in given}
     every = {tool.name: tool for tool in tools}
     if task.tools is None:

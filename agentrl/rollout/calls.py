@@ -361,13 +361,14 @@ class Caller:
 
 
 def _take(answer: Answer, result: object) -> None:
-    """Take what the tool returned. Raises TypeError where its contract does not allow it."""
+    """Take what the tool returned. Raises InfrastructureError for what is no text: a slip of the tool's author, which
+    no model can mend; TypeError for metrics that are none."""
     if isinstance(result, str):
         answer.text = without_known(result)
         return
     if not isinstance(result, ToolResponse) or not isinstance(result.text, str):
         kind = type(result.text if isinstance(result, ToolResponse) else result).__name__
-        raise TypeError(f"the tool returned {kind}, not text")
+        raise InfrastructureError(f"it returned {kind}, not text or a ToolResponse")
     if result.metrics or result.images:
         result = replace(result, metrics=_metrics(result.metrics), images=tuple(result.images or ()))
     answer.text, answer.response = without_known(result.text), result

@@ -29,6 +29,9 @@ LARGEST = 1e15
 SEATS = "seats"
 """The key under which an environment's rewards hold those of seats (`X-Agentrl-Role`), a number each."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The roles that messages of an environment may have."""
+
 _PLUGIN_SEEDS = 1 << 32  # apart from the seeds of turns, which count from 0
 _NO_KWARGS = ToolKwargs()
 _log = logging.getLogger("agentrl.rollout")
@@ -63,13 +66,20 @@ Checked = Callable[[object, str], Awaitable["list[Message]"]]
 
 
 def checked_messages(given: object, what: str = "messages") -> "list[Message]":
-    """The messages of an environment. Raises PluginError unless these are messages, each with its role."""
+    """The messages of an environment. Raises PluginError unless these are messages, each with its role and content."""
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise PluginError(f"it returned no {what} but {type(given).__name__}")
     messages = list(given)
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise PluginError(f"it returned no {what}: one has no role")
+        if message["role"] not in ROLES:
+            raise PluginError(f"a message has the role {message['role']!r:.40}; expected one of {', '.join(ROLES)}")
+        if "content" not in message and not message.get("tool_calls"):
+            raise PluginError(f"a message of the {message['role']} has no content")
+        if not isinstance(message.get("content"), str | list | None):
+            kind = type(message["content"]).__name__
+            raise PluginError(f"a message of the {message['role']} has a content of type {kind}; expected a text or parts")
     return messages
 
 
@@ -126,6 +136,8 @@ def _seats(given: Mapping[Any, object]) -> dict[str, float]:
 def finite(value: object, what: str) -> float:
     """`value` as a float. Raises PluginError unless it is a finite number of at most LARGEST."""
     try:
+        if isinstance(value, str | bytes):  # of which `float` would make a number
+            raise TypeError
         number = float(value)  # type: ignore[arg-type]
     except OverflowError:
         number = math.inf

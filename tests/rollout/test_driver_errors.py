@@ -83,8 +83,6 @@ async def test_a_whole_call_before_one_that_is_cut_off_is_run():
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero", "tool"),
         (ArgumentError("a must be positive"), "a must be positive", "model"),
         (asyncio.CancelledError(), "SelfCancelledError", "tool"),
-        (lambda session, **_: 17, "the tool returned int, not text", "tool"),
-        (lambda session, **_: ToolResponse(17), "the tool returned int, not text", "tool"),
         (lambda session, **_: ToolResponse("x", metrics={"m": "high"}), "metric 'm' is str", "tool"),
         (lambda session, **_: ToolResponse("no such place", error=True), "no such place", "model"),
     ],
@@ -94,6 +92,14 @@ async def test_a_tool_that_goes_wrong_is_told_and_counted(does, told, side):
     assert told in tool_texts(t)[0]
     assert t.tool_uses[0].error.startswith(f"{side}: ")
     assert (t.finish, t.reward) == (FinishReason.STOP, 1.0)
+
+
+@pytest.mark.parametrize("returned", [None, 17, {"text": "4"}, ToolResponse(17)])
+async def test_a_tool_that_returns_no_text_is_a_fault_of_its_author(returned):
+    t = await drive(make_driver([call("echo"), "4"], tools=[Echo(execute=lambda session, **_: returned)]))
+    kind = type(getattr(returned, "text", returned)).__name__
+    assert t.failure.boundary is Boundary.TOOL
+    assert f"it returned {kind}, not text or a ToolResponse" in t.failure.message
 
 
 async def test_a_tool_that_hangs_is_told_and_the_other_calls_of_the_turn_are_answered():

@@ -136,13 +136,14 @@ FAILS = {
 }  # fmt: skip
 HARMLESS = {
     ("tool.calc_reward", "None"),
-    *product(("tool.create", "tool.execute", "env.release", "tool.release"), VALUES),
+    ("tool.execute", "text"),
+    *product(("tool.create", "env.release", "tool.release"), VALUES),
 }
 
 CASES = [
     *((hook, name, act, FAILS[hook]) for hook in FAILS for name, act in RAISED.items()),
     *((h, name, act, TOOL if h == "tool.execute" else FAILS[h]) for h in FAILS for name, act in CANCELS.items()),
-    *((h, name, lambda *_, v=v, **__: v, None if (h, name) in HARMLESS else FAILS[h])
+    *((h, name, lambda *_, v=v, **__: v, None if (h, name) in HARMLESS else FAILS[h] or TOOL)
       for h in FAILS for name, v in VALUES.items()),
     *(("tool.execute", f"response-{name}", lambda *_, v=v, **__: v, fails) for name, v, fails in (
         ("metric-huge", ToolResponse("x", metrics={"m": 10**400}), None),

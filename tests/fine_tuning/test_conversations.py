@@ -579,9 +579,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("stage", "conversations", "steps", "lr", "warmup"),
     [
-        ({}, None, 1000, 1e-5, 60),
-        ({"batch": 4, "epochs": 1.5}, 10, 4, 1e-5, 0),
-        ({"batch": 1, "epochs": 3}, 10, 30, 1e-5, 3),
+        ({}, None, 1000, 1e-3, 60),
+        ({"batch": 4, "epochs": 1.5}, 10, 4, 1e-3, 0),
+        ({"batch": 1, "epochs": 3}, 10, 30, 1e-3, 3),
         ({"steps": 5, "lr": 0.1, "warmup": 2}, 10, 5, 0.1, 2),
     ],
 )

@@ -22,7 +22,7 @@ from agentrl.training.run import TrainResult, resume_run
 SMALL = {
     "start": "demonstrations",
     "tools": ["calculator"],
-    "sft": {"stages": [{"steps": 3, "batch": 2, "lr": 1e-3, "warmup_steps": 1}]},
+    "sft": {"stages": [{"steps": 3, "batch": 2, "lr": 1e-3, "warmup": 1}]},
     "rollout": {"tasks": 2, "n": 4, "max_turn_tokens": 32, "max_tokens": 512},
     "train": {"steps": 1, "lr": 1e-12, "threads": 1},
     "eval": {"every": 0, "tasks": 2, "splits": ["test"]},
@@ -183,18 +183,18 @@ def test_a_large_file_is_told_by_blocks_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "stages"),
     [
-        ({}, [(300, 16, "muon")]),
-        ({"cluster": {"workers": 2}}, [(300, 16, "adamw")]),
-        ({"model": {"lora": {}}}, [(100, 16, "adamw")]),
-        ({"start": {"run": "evals/a"}, "model": {"lora": {}}}, [(None, 16, "adamw")]),
-        ({"sft": SMALL["sft"]}, [(3, 2, "adamw")]),
+        ({}, [(300, 16, 0.02)]),
+        ({"cluster": {"workers": 2}}, [(300, 16, None)]),
+        ({"model": {"lora": {}}}, [(100, 16, None)]),
+        ({"start": {"run": "evals/a"}, "model": {"lora": {}}}, [(None, 16, None)]),
+        ({"sft": SMALL["sft"]}, [(3, 2, None)]),
     ],
 )
 def test_the_stages_suit_what_is_trained(changes: dict[str, Any], stages: Sequence[tuple[Any, ...]]) -> None:
     Path("evals/a/trajectories").mkdir(parents=True)
     found = stage_recipe(recipe(**{"sft": None, **changes})).sft
     assert found is not None
-    assert [(stage.steps, stage.batch, stage.optimizer) for stage in found.stages] == stages
+    assert [(stage.steps, stage.batch, stage.muon_lr) for stage in found.stages] == stages
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_check_says_what_would_be_taught(capsys: pytest.CaptureFixture[str]) -> 
     assert main.run(["check", "recipe.yaml", "sft=null"]) == 0
     said = capsys.readouterr().out
     assert (
-        "start: demonstrations (clean)\n300 steps of 16 conversations, muon, lr 0.001\ntaught before the first" in said
+        "start: demonstrations (clean)\n300 steps of 16 conversations, Muon at 0.02 and AdamW, lr 0.001\ntaught before the first" in said
     )
 
 

@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.relative_to(DOCS)}" for path in sorted(DOCS.rglob("*.md"))))
 INSIDE = tuple(page for page in PAGES if page == "docs/architecture.md" or page.startswith("docs/internals/"))
 REFERENCE = "docs/reference/recipe.md"
-ELSEWHERE = ("recipes/exchange_rate.yaml",)  # of the package that `agentrl new` writes
+ELSEWHERE = ("recipes/exchange_rate.yaml", "recipes/shop.yaml")  # of packages that `agentrl new` writes
 NOT_RUN = ("gpu",)  # its commands need a GPU; their recipes are read all the same
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
 COMMAND = re.compile(r"^ *(?:\$ )?(agentrl (?:train|sft|check|eval) recipes/.+)$", re.M)

@@ -20,12 +20,17 @@ class Lesson:
     """One task, and how it is worked."""
 
     tools: list[RandomTool]
+    """Those that the task offers."""
     request: str
+    """What the user says."""
     calls: list[Call]
+    """The calls that it takes, in their order, those that fail at first included."""
     answer: str
+    """What is said in the end."""
     expected: list[str]
     """Texts that the answer must contain."""
     system: str = ""
+    """The system prompt; empty: none."""
     changes: list[list[Json]] = field(default_factory=list)
     """What the calls are to change."""
 

@@ -4,6 +4,8 @@ Tokens of tool results are not time steps: for discounts and values, the first s
 the last sampled token of the turn before.
 """
 
+from typing import Annotated
+
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -20,14 +22,14 @@ class DiscountArgs(BaseModel):
     """Arguments of `reinforce_plus_plus` and `turn`."""
 
     model_config = ConfigDict(extra="forbid")
-    gamma: float = Field(default=1.0, ge=0, le=1)
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Discount for each sampled token (gae, reinforce_plus_plus), or for each turn (turn)."""
 
 
 class GaeArgs(DiscountArgs):
     """Arguments of `gae`, and of what weighs its advantages (`pf_ppo_best_worst`, `pf_ppo_best_random`)."""
 
-    lam: float = Field(default=1.0, ge=0, le=1)
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Lambda: 1 takes returns as they come, 0 relies on the critic."""
 
 

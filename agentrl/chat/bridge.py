@@ -108,8 +108,9 @@ class BridgeChat:
 
     def _sought(self, messages: Sequence[Message]) -> bool:
         """Whether the template would look at what a content says, and not only write it."""
-        sought = self.template.looks_for
-        return sought is not None and any(sought.search(content_text(message.get("content"))) for message in messages)
+        return (sought := self.template.looks_for) is not None and any(
+            sought.search(content_text(message.get("content"))) for message in messages
+        )
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[dict[str, Json]]) -> list[int]:
         said = [message for message in messages if message["role"] in ("user", "tool")]
@@ -137,15 +138,13 @@ class BridgeChat:
     def bridge(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
         """See `Chat.bridge`."""
         shape = shape_of(messages)
-        frame = self._frames.get(shape)
-        if frame is None:
+        if (frame := self._frames.get(shape)) is None:
             if len(self._frames) >= _KEPT:
                 self._frames.clear()
             frame = self._frames[shape] = self._frame(shape)
         last = turn_ids[-1] if len(turn_ids) else -1
         if last in self._stops:
-            done = last in frame.close or (not frame.opener and last in self._terminal)
-            ids = [] if done else list(frame.close)
+            ids = [] if last in frame.close or (not frame.opener and last in self._terminal) else list(frame.close)
         else:
             ids = [*self._parser.open_thought(turn_ids), *(frame.close or self.stop_ids[:1])]
         if frame.parts is None or self._sought(messages):

@@ -33,11 +33,11 @@ def learning_rate(
     """
     if step < warmup:
         return peak * (step + 1) / warmup
+    if schedule == "constant":
+        return peak
     passed = cycles * (step - warmup) / max(1, total - warmup)
     progress = passed % 1 if passed < cycles else 1.0
     match schedule:
-        case "constant":
-            return peak
         case "linear":
             left = 1 - progress
         case "cosine":
@@ -74,9 +74,9 @@ class Optimizer:
         self.begun = 0
         """Number of steps that changed the weights, or began to."""
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                _take_gradients(parameter, master)
+        self._copied = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
+        for parameter, master in self._copied:
+            _take_gradients(parameter, master)
         groups = [
             {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
             {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
@@ -104,14 +104,12 @@ class Optimizer:
 
     def clear(self) -> None:
         """Discard the gradients."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            parameter.grad = None
-            master.grad = None
+        for tensor in (*self.parameters, *(master for _, master in self._copied)):
+            tensor.grad = None
 
     def _clip(self) -> float:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:  # a gradient that was set, not computed
-                _move_gradient(weakref.ref(master), parameter)
+        for parameter, master in self._copied:  # a gradient that was set, not computed
+            _move_gradient(weakref.ref(master), parameter)
         norm = nn.utils.clip_grad_norm_(self.masters, self.max_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -124,9 +122,8 @@ class Optimizer:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
+        for parameter, master in self._copied:
+            parameter.copy_(master)
 
     def named_state(self) -> dict[str, Tensor]:
         """The tensors of the state by name, not copies: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`,

@@ -60,8 +60,7 @@ def _is_count(key: str, what: str) -> bool:
 def clock(seconds: float) -> str:
     """Format seconds as 1:05 or 2:01:05."""
     minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
-    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
+    return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}" if minutes >= 60 else f"{minutes}:{s:02d}"
 
 
 def _with_interval(accuracy: Accuracy | None) -> str:
@@ -195,12 +194,11 @@ class Display:
         return max(0.0, steps) + mean * self.evaluations_left(step)
 
     def _line(self, step: int, metrics: Mapping[str, Json]) -> str:
-        left = self.time_left(step)
         (name, key, (form, _)), (unit, speed) = self.followed, self.speed
         return (
             f"step {step:>4}/{self.steps}  {name} {metrics[key]:{form}}  {self._more(metrics)}"
             f"{metrics[speed]:,.0f} {unit}  {metrics['time/step_s']:.2f} s"
-            + (f"  {clock(left)} left" if left is not None else "")
+            + (f"  {clock(left)} left" if (left := self.time_left(step)) is not None else "")
         )
 
     def _more(self, metrics: Mapping[str, Json]) -> str:

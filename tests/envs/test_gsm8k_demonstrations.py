@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 from agentrl_envs.gsm8k.demonstrations import MISREAD, demonstrate
-from agentrl_envs.gsm8k.grade import grade
 from agentrl_envs.gsm8k.problems import KINDS, problem
 from agentrl_tools.calculator import Calculator
+from agentrl_tools.rewards.grade import grade
 from hypothesis import given
 from hypothesis import strategies as st
 

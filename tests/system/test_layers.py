@@ -55,11 +55,15 @@ def mistakes(source: str, place: str) -> list[str]:
     return found
 
 
-def dotted(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+def dotted(path: Path, package: Path = PACKAGE) -> str:
+    return ".".join(path.relative_to(package).with_suffix("").parts).removesuffix(".__init__")
 
 
 MODULES = {dotted(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / FACADE}
+PLUGINS = {
+    dotted(path, folder): path for folder in (ROOT / "tools", ROOT / "envs") for path in sorted(folder.rglob("*.py"))
+}
+"""The modules of what ships: `agentrl_tools`, which the environments use, and `agentrl_envs`, which it does not."""
 
 
 def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
@@ -72,10 +76,10 @@ def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
     return sorted({tuple(sorted(b for b in reach[a] if a in reach[b])) for a in reach if a in reach[a]})  # type: ignore[misc]
 
 
-def own_imports(place: str, path: Path) -> set[str]:
-    package = f"agentrl.{place}" if path.name == "__init__.py" else f"agentrl.{place}".rpartition(".")[0]
-    names = {name.removeprefix("agentrl.") for _, name in imported(path.read_text(encoding="utf-8"), package)}
-    return {name if name in MODULES else name.rpartition(".")[0] for name in names} & MODULES.keys() - {place}
+def own_imports(place: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
+    package = place if path.name == "__init__.py" else place.rpartition(".")[0]
+    names = {name for _, name in imported(path.read_text(encoding="utf-8"), package)}
+    return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys() - {place}
 
 
 def test_every_room_has_its_place() -> None:
@@ -96,7 +100,20 @@ def test_imports_run_downwards_only() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert circles({place: own_imports(place, path) for place, path in MODULES.items()}) == []
+    modules = {f"agentrl.{place}": path for place, path in MODULES.items()} | PLUGINS
+    imports = {place: own_imports(place, path, modules) for place, path in modules.items()}
+    assert "agentrl_tools.rewards.grade" in imports["agentrl_envs.gsm8k.environment"]
+    assert circles(imports) == []
+
+
+def test_shipped_tools_know_no_environment() -> None:
+    found = [
+        f"{place}:{line} imports {module}"
+        for place, path in PLUGINS.items()
+        for line, module in imported(path.read_text(encoding="utf-8"), place.rpartition(".")[0])
+        if place.startswith("agentrl_tools") and module.startswith("agentrl_envs")
+    ]
+    assert found == []
 
 
 def test_a_circle_is_found() -> None:

@@ -6,10 +6,9 @@ tool's part of the final reward is that of the LATEST answer, so a right answer 
 
 from fractions import Fraction
 
-from agentrl_envs.gsm8k.grade import grade, read_truth
-
 from agentrl import Session, Tool, ToolResponse
 from agentrl.plugins.types import Json
+from agentrl_tools.rewards.grade import grade, read_truth
 
 
 class CalcGsm8kReward(Tool):

@@ -70,8 +70,7 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
     if cut.any():
         rows = torch.from_numpy(np.flatnonzero(cut)).to(logits.device)
         tokens[rows] = _truncated(p[rows], u[rows], choice.top_p[cut], choice.top_k[cut])
-    logprobs = p.gather(1, tokens[:, None])[:, 0].log_()
-    return tokens.cpu().numpy(), logprobs.cpu().numpy()
+    return tokens.cpu().numpy(), p.gather(1, tokens[:, None])[:, 0].log_().cpu().numpy()
 
 
 def constrained(logits: Tensor, allowed: Mapping[int, npt.NDArray[np.uint8]]) -> Tensor:

@@ -7,6 +7,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from agentrl_tools.calculator import evaluate, written
+from agentrl_tools.rewards.grade import read_answer
 
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment, LazyTasks
@@ -15,7 +16,6 @@ from agentrl.plugins.types import Json, Message, Session, Task, ToolResponse, an
 from agentrl_envs.chart_qa.chart import HEIGHT, WIDTH, Box, Chart
 from agentrl_envs.chart_qa.questions import Question, ask
 from agentrl_envs.conversation import Styles, assistant, check_generated, check_split, check_style, draw_way, tool_turn
-from agentrl_envs.gsm8k.grade import read_answer
 
 if TYPE_CHECKING:
     from PIL.Image import Image

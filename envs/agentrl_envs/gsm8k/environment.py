@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from random import Random
 
+from agentrl_tools.rewards.grade import grade
+
 from agentrl.data.source import open_source
 from agentrl.errors import UserError
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Json, Message, Session, Task, answer_of
 from agentrl_envs.conversation import check_split, check_style, generated_tasks, opening
 from agentrl_envs.gsm8k.demonstrations import STYLES, demonstrate
-from agentrl_envs.gsm8k.grade import grade
 from agentrl_envs.gsm8k.problems import HELD_OUT_SIZE, SPLITS, problem
 from agentrl_envs.gsm8k.source import TRAIN_SIZE, generated, question_of, read_tasks
 

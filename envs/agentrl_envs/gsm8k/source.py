@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
+from agentrl_tools.rewards.grade import read_truth
+
 from agentrl.data.rows import Rows
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json, Task, ToolKwargs
 from agentrl_envs.conversation import text_field
-from agentrl_envs.gsm8k.grade import read_truth
 from agentrl_envs.gsm8k.problems import problem
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
-from agentrl_envs.gsm8k.grade import read_number
-
 from agentrl.plugins.patterns import Pattern, TooHardError
 from agentrl.plugins.reward import Reward, Sample
+from agentrl_tools.rewards.grade import read_number
 from agentrl_tools.rewards.truth import marked, truth_of
 
 _EDGES = " \t\n.,;:!?\"'`*_$"

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from agentrl_envs.gsm8k.grade import boxed, hashed
-
 from agentrl.plugins.types import Json, Task
+from agentrl_tools.rewards.grade import boxed, hashed
 
 TRUTH_FIELDS = ("ground_truth", "reward_model.ground_truth", "answer")
 

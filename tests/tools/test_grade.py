@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from agentrl_envs.gsm8k.grade import grade, read_answer, read_number, read_truth
+from agentrl_tools.rewards.grade import grade, read_answer, read_number, read_truth
 from hypothesis import given
 from hypothesis import strategies as st
 

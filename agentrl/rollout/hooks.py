@@ -79,7 +79,9 @@ def checked_messages(given: object, what: str = "messages") -> "list[Message]":
             raise PluginError(f"a message of the {message['role']} has no content")
         if not isinstance(message.get("content"), str | list | None):
             kind = type(message["content"]).__name__
-            raise PluginError(f"a message of the {message['role']} has a content of type {kind}; expected a text or parts")
+            raise PluginError(
+                f"a message of the {message['role']} has a content of type {kind}; expected a text or parts"
+            )
     return messages
 
 

@@ -38,7 +38,10 @@ MISTAKES = [
     (["check", RECIPE, "track.trackers=[wanbd]"], r"no tracker 'wanbd' is installed; did you mean 'wandb'"),
     (["check", RECIPE, "eval.splits=[tset]"], r"eval.splits: environment 'gsm8k' has no 'tset'; did you mean 'test'"),
     (["check", RECIPE.replace("tool", "tol")], r"no such recipe file; did you mean .*gsm8k_tool.yaml"),
-    (["serve", "nosuch"], r"nosuch: no such recipe file; the nearest that ship are \S+, \S+, \S+; `agentrl recipes` lists"),
+    (
+        ["serve", "nosuch"],
+        r"nosuch: no such recipe file; the nearest that ship are \S+, \S+, \S+; `agentrl recipes` lists",
+    ),
     (["check"], r"Missing argument .*; see agentrl check --help"),
     (["check", RECIPE, "--fast"], r"No such option.*--fast.*; see agentrl check --help"),
     (["chek"], r"No such command 'chek'.*; see agentrl --help"),

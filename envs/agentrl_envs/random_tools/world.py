@@ -51,14 +51,19 @@ class Argument:
     """An argument of a tool that changes things, and the value that a request gives to it."""
 
     name: str
+    """Its name in the schema."""
     kind: str
     """A JSON type, `enum` or `pair` (the second of two texts, from one and to another)."""
     value: Json
+    """What the request gives; None: nothing."""
     required: bool = True
+    """Whether a call must have it."""
     choices: tuple[str, ...] = ()
+    """The values that an `enum` may have."""
     default: Json = None
-
+    """The value that a call without it has; None: there is none."""
     description: str = ""
+    """What the schema says of it; empty: nothing."""
 
     def schema(self) -> dict[str, Json]:
         """Its part of the tool's schema."""
@@ -78,11 +83,13 @@ class Topic:
     """A kind of things: what they are called, what is known of each."""
 
     noun: str
+    """What one of them is called."""
     key: str
     """Name of the argument that says which of them."""
     id_name: str
     """Name of their identifiers, in results and arguments."""
     attributes: tuple[str, ...]
+    """Names of what is known of each."""
     records: dict[str, dict[str, Json]]
     """By key, the attributes of each."""
     ids: dict[str, str]

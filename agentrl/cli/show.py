@@ -101,7 +101,7 @@ def _print(printer: "_Printer", record: "Record", file: "Stored") -> None:
 def _files(run: Path, step: int | None, split: str | None, in_flight: bool, all_steps: bool) -> "list[Stored]":
     """The files to read, the newest first. Raises UserError."""
     from agentrl.checkpoint.run_folder import TRAJECTORIES
-    from agentrl.rollout.stored import ranges
+    from agentrl.rollout.stored import of_step
     from agentrl.rollout.trajectory_file import IN_FLIGHT, TRAIN, Stored, stored_files
 
     folder = run / TRAJECTORIES
@@ -120,11 +120,7 @@ def _files(run: Path, step: int | None, split: str | None, in_flight: bool, all_
     if not found:
         told = f"; evaluations are: --split {', '.join(splits)}" if splits else ""
         raise UserError(f"{folder}: holds no training step{told}")
-    if step is not None:
-        steps = [one.step for one in found]
-        found = [one for one in found if one.step == step]
-        if not found:
-            raise UserError(f"--step {step}: not stored in {folder}; stored are {ranges(steps)}")
+    found = found if step is None else of_step(found, step, folder)
     return found[::-1] if all_steps else found[-1:]
 
 

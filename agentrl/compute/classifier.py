@@ -19,8 +19,7 @@ from agentrl.compute.micro_batches import SINGLE_PROCESS, ProcessGroup, token_co
 from agentrl.compute.packing import Packed, indices, pack
 from agentrl.errors import UserError
 from agentrl.models.image_input import image_input
-from agentrl.models.load import find_device, let_classify
-from agentrl.models.parts import embeddings
+from agentrl.models.load import embeddings, find_device, let_classify
 from agentrl.models.prove import disproof
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import ModelSection

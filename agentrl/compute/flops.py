@@ -23,7 +23,7 @@ import torch
 from agentrl.compute.batch import KEYED, Batch, prefix_trees
 from agentrl.images import runs
 from agentrl.models.dense import linear
-from agentrl.models.parts import embeddings
+from agentrl.models.load import embeddings
 from agentrl.models.vision import towers
 from agentrl.recipe.schema import Recipe
 

@@ -26,8 +26,8 @@ from agentrl.compute.prefix_tree import Ints
 from agentrl.compute.tree_attention import attend, faults, make_layout
 from agentrl.models import block
 from agentrl.models.block import Rope, Weights, weights_of
+from agentrl.models.load import embeddings
 from agentrl.models.lora import has_dropout, layers
-from agentrl.models.parts import embeddings
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.vision import Vision
 from agentrl.recipe.sections.model import ModelSection

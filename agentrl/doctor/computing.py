@@ -17,9 +17,8 @@ from agentrl.doctor.machine import fastest
 from agentrl.doctor.subject import Subject
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.models.load import load_model
+from agentrl.models.load import embeddings, load_model
 from agentrl.models.lora import adapter_parameters, add_adapter, switched_off
-from agentrl.models.parts import embeddings
 from agentrl.models.prove import MISFITS, difference
 from agentrl.models.vision import Vision
 from agentrl.recipe.sections.model import LoraSection

@@ -23,9 +23,8 @@ from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.subject import Subject, embedded, small
 from agentrl.errors import UserError
 from agentrl.learner.roles import LocalRoles
-from agentrl.models.load import load_model
+from agentrl.models.load import embeddings, load_model
 from agentrl.models.memory import plan_memory
-from agentrl.models.parts import embeddings
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe

@@ -23,8 +23,8 @@ from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, 
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import describe
 from agentrl.images import keyed, stored
+from agentrl.models.load import embeddings
 from agentrl.models.lora import adapter_parameters
-from agentrl.models.parts import embeddings
 from agentrl.plugins.types import Message
 from agentrl.weights.channel import TRANSPORTS
 from agentrl.weights.source import ModelWeights

@@ -16,7 +16,7 @@ from agentrl.data.files import file_type
 from agentrl.data.media import Images
 from agentrl.data.rows import Rows
 from agentrl.data.source import open_source
-from agentrl.errors import UserError, nearest
+from agentrl.errors import UserError
 from agentrl.eval.held_out import solved_by
 from agentrl.fine_tuning.conversations import Layout, Refusal, Talk, fitting, images_of, read_row, trained
 from agentrl.images import keyed
@@ -26,7 +26,7 @@ from agentrl.plugins.types import Json
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.sft import SftSection, SftSelect
-from agentrl.rollout.stored import folder_files, read_samples
+from agentrl.rollout.stored import folder_files, of_split, read_samples
 from agentrl.rollout.trajectory_file import TRAIN, Stored
 from agentrl.training.run import check_tokenizer
 from agentrl.trajectory import Trajectory
@@ -233,11 +233,8 @@ def read_stored(recipe: Recipe, layout: Layout, vocabulary: int, phase: Say, env
 def chosen_files(folder: Path, split: str | None) -> list[Stored]:
     """The files of a folder with rollouts of this split; see `SftSelect.split`. Raises UserError."""
     files = folder_files(folder)
-    splits = sorted({one.split for one in files})
-    if split is not None and split not in splits:
-        raise UserError(f"sft.select.split: nothing of {split!r} is stored in {folder}{nearest(split, splits)}")
     if split is not None:
-        return [one for one in files if one.split == split]
+        return of_split(files, split, f"sft.select.split {split}", folder)
     return [one for one in files if not one.evaluation] or files
 
 

@@ -31,6 +31,7 @@ from agentrl.learner.optimizer import Optimizer, learning_rate
 from agentrl.models.load import load_scorer
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.section import steps_of
 from agentrl.recipe.sections.sft import RewardModelSection
 from agentrl.terminal import terminal
 from agentrl.weights.transports.shared_memory import expand_segments
@@ -157,6 +158,7 @@ class RewardTrainer:
         """Learn from the pairs. journal: called once a step with its metrics. Returns the last."""
         section, every = self.section, self.recipe.eval.every
         total = section.epochs * ceil(len(pairs) / section.batch)
+        warmup = steps_of(self.recipe.train.warmup, total)
         metrics = self._measured({"step": 0}, held)
         if held:
             journal(metrics)
@@ -167,7 +169,7 @@ class RewardTrainer:
         ) as progress:  # fmt: skip
             bar = progress.add_task("", total=total, said=_said(metrics))
             for step, batch in enumerate(self._batches(pairs), 1):
-                rate = learning_rate(step - 1, total, section.lr, "cosine", self.recipe.train.warmup_steps)
+                rate = learning_rate(step - 1, total, section.lr, "cosine", warmup)
                 metrics = {"step": step, **_named("train", self.gradient(batch)), "train/lr": rate}
                 metrics["train/grad_norm"] = self.optimizer.step(rate)
                 if step == total or (every and step % every == 0):

@@ -337,3 +337,12 @@ def _load(path: str, what: str, load: Callable[[], T]) -> T:
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         hint = "" if Path(path).exists() or path in EMBEDDED else " (a hub name needs the network; a folder must exist)"
         raise UserError(f"model.path: {path}: {what} cannot be loaded{hint}: {line}") from error
+
+
+def embeddings(model: "PreTrainedModel") -> "torch.Tensor":
+    """The weights of its input embeddings, [V, D], which transformers types as a tensor or a module."""
+    import torch
+
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight

@@ -207,17 +207,23 @@ def chosen_files(folder: Path, step: int | None = None, split: str | None = None
     """Those of `folder_files` of this step and this split (`train`, or of evaluations), None: of all. Raises
     UserError: there is none."""
     found = folder_files(folder)
-    if split is not None:
-        splits = sorted({one.split for one in found})
-        if split not in splits:
-            raise UserError(f"--split {split}: nothing of it is stored in {folder}{nearest(split, splits)}")
-        found = [one for one in found if one.split == split]
-    if step is not None:
-        steps = sorted({one.step for one in found})
-        if step not in steps:
-            raise UserError(f"--step {step}: not stored in {folder}; stored are {ranges(steps)}")
-        found = [one for one in found if one.step == step]
-    return found
+    found = found if split is None else of_split(found, split, f"--split {split}", folder)
+    return found if step is None else of_step(found, step, folder)
+
+
+def of_split(files: Sequence[Stored], split: str, key: str, folder: Path) -> list[Stored]:
+    """The files of a split. key: begins the UserError where there is none."""
+    if found := [one for one in files if one.split == split]:
+        return found
+    raise UserError(f"{key}: nothing of it is stored in {folder}{nearest(split, {one.split for one in files})}")
+
+
+def of_step(files: Sequence[Stored], step: int, folder: Path) -> list[Stored]:
+    """The files of a step, or those after which was evaluated. Raises UserError: there is none."""
+    if found := [one for one in files if one.step == step]:
+        return found
+    stored = ranges(sorted({one.step for one in files}))
+    raise UserError(f"--step {step}: not stored in {folder}; stored are {stored}")
 
 
 def training_files(given: Sequence[str]) -> list[Path]:

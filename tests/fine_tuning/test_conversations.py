@@ -447,7 +447,7 @@ def test_rollouts_of_a_run_are_learned_as_they_were_sampled(run: SftResult, tmp_
     assert len(stored(run, select={"per_task": 1, "best": True, "turns": 1}).taught) == 7
     for section, why in (
         ({"select": {"reward": 1}}, r"none of the 12 .* is left to learn from: refused 12: its reward is below"),
-        ({"select": {"split": "tset"}}, "nothing of 'tset' is stored"),
+        ({"select": {"split": "tset"}}, "sft.select.split tset: nothing of it is stored"),
         ({"learn": "flagged"}, "rollouts have no flags"),
         ({"limit": 3}, "more than the 3 that fit"),
         ({"model": str(save_tiny(tmp_path))}, r"has another; sft\.retokenize=true lays out"),

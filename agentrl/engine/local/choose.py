@@ -14,7 +14,7 @@ from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
 from agentrl.engine.local.vision_runner import VisionRecomputeRunner, VisionRunner
 from agentrl.errors import UserError
 from agentrl.models import block
-from agentrl.models.parts import embeddings
+from agentrl.models.load import embeddings
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.routing import Routing
 from agentrl.models.vision import Vision

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 
 from agentrl.engine.local.cache import CachedRunner, SlotCache
 from agentrl.engine.local.runner import Chunk, Ints, Work
-from agentrl.models.parts import embeddings
+from agentrl.models.load import embeddings
 from agentrl.models.routing import Routing
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.engine.local.module_runner import evaluating
 from agentrl.engine.local.runner import Ints, Work
-from agentrl.models.parts import embeddings
+from agentrl.models.load import embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

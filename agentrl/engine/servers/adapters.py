@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from agentrl.models.load import embeddings
 from agentrl.models.lora import ADAPTER, layers, target_names
-from agentrl.models.parts import embeddings
 from agentrl.recipe.sections.model import LoraSection
 
 if TYPE_CHECKING:

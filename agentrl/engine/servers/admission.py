@@ -9,8 +9,8 @@ from agentrl.engine.servers.identity import FIRST_SECONDS, Probe, ServerFacts, o
 from agentrl.engine.servers.kind import ServerKind
 from agentrl.engine.servers.sync import Sync
 from agentrl.errors import UserError
+from agentrl.models.load import embeddings
 from agentrl.models.lora import switched_off
-from agentrl.models.parts import embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

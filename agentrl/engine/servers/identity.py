@@ -8,7 +8,7 @@ from agentrl.engine.servers.adapters import AdapterRoom
 from agentrl.engine.servers.answer import Features
 from agentrl.engine.servers.client import Client
 from agentrl.errors import UserError
-from agentrl.models.parts import embeddings
+from agentrl.models.load import embeddings
 from agentrl.plugins.types import Json
 
 if TYPE_CHECKING:

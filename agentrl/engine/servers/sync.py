@@ -13,7 +13,7 @@ import torch
 from agentrl.containment.threads import in_thread
 from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
-from agentrl.models.parts import embeddings
+from agentrl.models.load import embeddings
 from agentrl.weights.publisher import Sender
 from agentrl.weights.request import WeightContent, WeightPublisher, WeightRequest, WeightResult
 

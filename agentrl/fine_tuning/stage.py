@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from time import monotonic
-from typing import Any
+from typing import Any, Literal
 
 from agentrl import __version__
 from agentrl.containment.event_loop import Runner
@@ -44,7 +44,7 @@ def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:
     if size_of(recipe) != "small":
         few = {"steps": 100} if demonstrated else {"epochs": 2.0}
         return (SftStage(style=style, batch=16, warmup_steps=10 if demonstrated else None, **few),)
-    optimizer = "adamw" if recipe.cluster.used else "muon"
+    optimizer: Literal["adamw", "muon"] = "adamw" if recipe.cluster.used else "muon"
     return (SftStage(style=style, steps=300, batch=16, warmup_steps=30, optimizer=optimizer),)
 
 

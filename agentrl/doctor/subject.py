@@ -116,7 +116,8 @@ def small(recipe: Recipe, output: Path) -> Recipe:
     }
     size = fewer["tasks"] * fewer["n"]
     return recipe.changed(
-        start=None, rollout=fewer, eval=EvalSection(every=0, tasks=2, splits=()), profile=ProfileSection(), track=TrackSection(),
+        start=None, rollout=fewer, eval=EvalSection(every=0, tasks=2, splits=()),
+        profile=ProfileSection(), track=TrackSection(),
         train={"steps": 1, "save_every": 0, "mini_batches": min(train.mini_batches, size)}, output=str(output),
     )  # fmt: skip
 

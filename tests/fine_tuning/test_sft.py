@@ -358,7 +358,7 @@ def test_lessons_that_did_not_take_are_said() -> None:
             Recipe.model_validate(
                 {
                     "env": {"name": "search_qa"},
-                    "sft": {"stages": [{"steps": 20, "batch": 1, "lr": 1e-12}]},
+                    "sft": {"stages": [{"steps": 20, "batch": 4, "lr": 1e-12}]},
                     "train": {"threads": 1},
                 }
             ),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from cli_help import quiet, refused
+from paths import ROOT
 from safetensors.torch import load_file
 
 from agentrl import Recipe, UserError
@@ -68,6 +69,9 @@ def test_a_run_begins_with_what_was_taught_and_the_next_one_too(tmp_path: Path) 
     assert far(taught, weights(resolve("tiny"))) > 1e-4
     assert far(taught, weights(result.checkpoint)) < 1e-6, "reinforcement learning went on from what was taught"
     first = rows(result.folder)[0]
+    documented = (ROOT / "docs/reference/metrics.md").read_text()
+    told = {key.replace("test", "<split>").removesuffix("_low").removesuffix("_high") for key in first}
+    assert all(f"| `{key}` |" in documented for key in told if key.startswith("start/"))
     assert first["start/steps"] == 3
     assert 0 < first["start/loss_last"] < 0.1, "the embedded model knows these demonstrations"
     assert result.untaught == {"test": first["start/test/accuracy"]}

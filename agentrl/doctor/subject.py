@@ -106,7 +106,7 @@ class Subject:
 
 
 def small(recipe: Recipe, output: Path) -> Recipe:
-    """`recipe` with one step of a few short samples, written to `output`, without evaluation and trackers:
+    """`recipe` with one step of a few short samples, written to `output`, without start, evaluation and trackers:
     what a step does is the same, and how long it takes is not."""
     limits, train = recipe.rollout, recipe.train
     fewer = {
@@ -116,7 +116,8 @@ def small(recipe: Recipe, output: Path) -> Recipe:
     }
     size = fewer["tasks"] * fewer["n"]
     return recipe.changed(
-        rollout=fewer, eval=EvalSection(every=0, tasks=2, splits=()), profile=ProfileSection(), track=TrackSection(),
+        start=None, rollout=fewer, eval=EvalSection(every=0, tasks=2, splits=()),
+        profile=ProfileSection(), track=TrackSection(),
         train={"steps": 1, "save_every": 0, "mini_batches": min(train.mini_batches, size)}, output=str(output),
     )  # fmt: skip
 

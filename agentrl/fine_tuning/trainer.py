@@ -273,7 +273,7 @@ class SftLoop(Loop):
     def _doubt(self) -> None:
         """Warn where what was taught did not take."""
         losses = [row["train/loss"] for row in self.folder.metrics() if "train/loss" in row]
-        if len(losses) < 2 * ENDS:
+        if len(losses) < ENDS:  # too few to tell; that of the last step is not written yet
             return
         before, after = ({s: a.value for s, a in found.items()} for found in (self.before, self.after))
         line = not_taken(self.step, (fmean(losses[: ENDS // 2]), fmean(losses[-ENDS:])), before, after)

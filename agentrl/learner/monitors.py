@@ -596,10 +596,11 @@ def not_taken(
 def start_not_taken(history: History) -> str | None:
     """What the recipe's `start` taught did not take: by its loss, by held-out accuracy, by unreadable calls."""
     row = history.start
-    if "start/steps" not in row:
+    ends = row.get("start/loss_first"), row.get("start/loss_last")
+    if ends[0] is None or ends[1] is None:
         return None
     before, after = _accuracies(row, "start"), _accuracies(row, "eval")
-    line = not_taken(int(row["start/steps"]), (row["start/loss_first"], row["start/loss_last"]), before, after)
+    line = not_taken(int(row.get("start/steps", 0)), (ends[0], ends[1]), before, after)
     if line is not None:
         return f"the start did not take: {line}"
     for split in after:

@@ -31,6 +31,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment, make_tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
+from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.env import EnvSection, ToolSection
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import CompactSection, RolloutSection
@@ -347,3 +348,22 @@ def test_an_environment_without_demonstrations_is_one_line(
     recipe.write_text(f"env: {{name: '{__name__}:{name}'}}\nsft: {{stages: [{{style: clean}}]}}\n")
     assert re.search(words, refused(capsys, "sft", str(recipe), "--out", str(tmp_path / "out")))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_lessons_that_did_not_take_are_said() -> None:
+    console = quiet()
+    with console.capture() as told:
+        result = sft(
+            Recipe.model_validate(
+                {
+                    "env": {"name": "search_qa"},
+                    "sft": {"stages": [{"steps": 20, "batch": 4, "lr": 1e-12}]},
+                    "train": {"threads": 1},
+                }
+            ),
+            console=console,
+        )
+    assert "the lessons did not take: the loss hardly fell" in told.get()
+    row = json.loads((result.run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert [one["name"] for one in row["health"]] == ["lessons_not_taken"]

@@ -157,6 +157,27 @@ def test_accuracy_that_falls_while_the_reward_rises_is_said(
     )
 
 
+TAUGHT = {"step": 0, "start/steps": 60, "start/loss_first": 8.0, "start/loss_last": 0.02, "start/test/accuracy": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eval/test/accuracy": 0.6}, None),
+        ({"eval/test/accuracy": 0.0}, r"did not take: held-out accuracy did not rise \(test 0\.0% -> 0\.0%\)"),
+        ({"eval/test/accuracy": 0.6, "start/loss_last": 7.9}, r"the loss hardly fell \(8 -> 7\.9 nats"),
+        ({"eval/test/accuracy": 0.2, "eval/test/tool_calls": 2.0, "eval/test/tool_errors": 1.5}, "on test 75% of"),
+        ({"eval/test/accuracy": 0.2, "eval/test/tool_calls": 2.0, "eval/test/tool_errors": 0.5}, None),
+        ({"start/loss_first": float("nan")}, None),
+    ],
+)  # fmt: skip
+def test_a_start_that_did_not_take_is_said(changes: dict[str, float], words: str | None) -> None:
+    raised = Health(small()).step(TAUGHT | changes)
+    assert [one.name for one in raised] == ([] if words is None else ["start_not_taken"])
+    assert words is None or re.search(words, raised[0].line)
+    assert Health(small()).step({**TAUGHT, **changes, "step": 1}) == []
+
+
 def test_a_resumed_run_goes_on_where_it_was_and_says_nothing_twice() -> None:
     rows = well({"stop/length": 4, "train/entropy": 0.001})
     whole = found(rows)

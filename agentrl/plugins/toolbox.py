@@ -1,5 +1,6 @@
 """`Toolbox`: the tools of a recipe, opened; which of them a task offers; closed once, when the run ends."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -100,16 +101,17 @@ def _wrong(tool: Tool) -> str:
 
 def offered(task: Task, tools: Sequence[Tool], env: Environment) -> dict[str, Tool]:
     """The tools of a task by name: those of the recipe that it names (all, where it names none), then the
-    environment's own. Raises UserError for a name that nobody has, and for what `tools_for` raises or gives that are no
-    tools."""
+    environment's own. Raises UserError for a name that nobody has or two tools have, and for what `tools_for` raises or
+    gives that are no tools."""
     owner = f"environment {env.name!r}: `tools_for` of task {task.id}"
     given = call_plugin(owner, env.tools_for, task)
     if not isinstance(given, Sequence) or not all(isinstance(tool, Tool) for tool in given):
         raise UserError(f"{owner} returned {given!r:.60}; expected a sequence of Tool objects")
-    if foreign := {tool.name for tool in given} - {tool.name for tool in env.tools()}:
-        raise UserError(f"{owner} gives {min(foreign)!r}, which `tools` does not; it chooses among those")
     own = {tool.name: tool for tool in given}
     every = {tool.name: tool for tool in tools}
+    if len(own) < len(given) or own.keys() & every.keys():
+        names = Counter([tool.name for tool in (*tools, *given)])
+        raise UserError(f"{owner} gives {names.most_common(1)[0][0]!r}, and another tool has that name")
     if task.tools is None:
         return every | own
     if unknown := next((name for name in task.tools if name not in every and name not in own), None):

@@ -61,7 +61,7 @@ def test_the_same_seed_gives_the_same_numbers(evaluation: Evaluation) -> None:
 
 def test_greedy_samples_of_a_task_are_one_and_the_same(evaluation: Evaluation) -> None:
     async def conversations(temperature: float) -> list[set[str]]:
-        recipe = small(eval__temperature=temperature, eval__samples=2)
+        recipe = small(eval__rollout={"temperature": temperature}, eval__samples=2)
         player = await Player.build(recipe)
         try:
             held_out, _ = await HeldOut.prepare(player, recipe, ("large",))

@@ -222,8 +222,8 @@ def test_check_says_what_would_be_taught(capsys: pytest.CaptureFixture[str]) -> 
     assert main.run(["check", "recipe.yaml", "sft=null"]) == 0
     said = capsys.readouterr().out
     assert (
-        "start: demonstrations (clean)\n300 steps of 16 conversations, Muon at 0.02 and AdamW, lr 0.001\ntaught before the first"
-        in said
+        "start: demonstrations (clean)\n300 steps of 16 conversations, Muon at 0.02 and AdamW, lr 0.001\n"
+        "taught before the first" in said
     )
 
 

@@ -69,7 +69,7 @@ ENVIRONMENTS: dict[str, tuple[object, str]] = {
     "tools_dict": ({"tools": gives([{"type": "function"}])}, "`tools` returned dict; expected a sequence of Tool"),
     "tools_twice": ({"tools": gives([lend, lend])}, "both offer 'lend' to the model"),
     "tools_for_names": ({"tools": gives([lend]), "tools_for": gives(["lend"])}, "expected a sequence of Tool objects"),
-    "tools_for_new": ({"tools_for": gives([lend])}, "gives 'lend', which `tools` does not"),
+    "tools_for_twice": ({"tools_for": gives([lend, lend])}, "gives 'lend', and another tool has that name"),
     "create_dict": ({"create": awaits({"role": "user", "content": "?"})}, "it returned no opening messages but dict"),
     "create_none": ({"create": awaits(None)}, "it returned no opening messages but NoneType"),
     "create_sync": ({"create": gives([{"role": "user", "content": "?"}])}, "it is not `async def`: it returned list"),

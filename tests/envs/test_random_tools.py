@@ -64,8 +64,8 @@ async def test_a_guess_without_a_call_and_a_change_too_many_are_not_paid():
     env, refused = RandomTools(), 0
     for task in env.tasks("train")[:60]:
         lesson = env.lesson(task)
-        assert (await play(env, task, [lesson.answer])).reward == 0.0
-        if lesson.changes:
+        assert (await play(env, task, [request.answer for request in lesson.requests])).reward == 0.0
+        if lesson.requests[-1].changes:
             script = script_of(env.demonstrate(task, Random(0), "clean"))
             assert (await play(env, task, [script[-2], *script])).reward == 0.0
             refused += 1
@@ -74,15 +74,16 @@ async def test_a_guess_without_a_call_and_a_change_too_many_are_not_paid():
 
 def test_calls_of_demonstrations_fit_their_schemas(lessons):
     for lesson in lessons:
-        for tool, arguments in lesson.calls:
+        for tool, arguments in (call for request in lesson.requests for call in request.calls):
             assert tool.check(arguments).items() >= arguments.items()
         assert len({tool.name for tool in lesson.tools}) == len(lesson.tools) <= 6
-        assert all(text in lesson.answer for text in lesson.expected)
+        assert all(text in request.answer for request in lesson.requests for text in request.expected)
 
 
 def test_lessons_are_of_many_kinds(lessons):
     assert {len(lesson.tools) for lesson in lessons} == {1, 2, 3, 4, 5, 6}
-    assert {len(lesson.calls) for lesson in lessons} == {1, 2, 3}
+    assert {len(lesson.requests) for lesson in lessons} == {1, 2, 3}
+    assert {len(request.calls) for lesson in lessons for request in lesson.requests} == {1, 2, 3}
     schemas = [value for lesson in lessons for tool in lesson.tools for value in tool.parameters["properties"].values()]
     assert {value["type"] for value in schemas} == {"string", "integer", "number", "boolean"}
     assert any("enum" in value for value in schemas)
@@ -98,7 +99,8 @@ def test_a_task_is_always_the_same_and_no_two_splits_share_one():
     env = RandomTools()
     for split in ("train", "test"):
         assert (
-            env.lesson(env.tasks(split)[3]).request == make_lesson(f"random_tools/{split}/0/3", split == "test").request
+            env.lesson(env.tasks(split)[3]).opening()
+            == make_lesson(f"random_tools/{split}/0/3", split == "test").opening()
         )
     assert RandomTools(seed=1).tasks("train")[0].data != env.tasks("train")[0].data
     assert RandomTools(seed=1).tasks("test")[0].data == env.tasks("test")[0].data
@@ -116,7 +118,7 @@ def test_the_worlds_of_the_benchmark_share_no_name_and_no_sentence_with_the_less
     import domains
 
     tools, arguments = names(lessons)
-    sentences = {VALUE.sub("_", lesson.request) for lesson in lessons}
+    sentences = {VALUE.sub("_", request.text) for lesson in lessons for request in lesson.requests}
     for kind in (domains.OrderDesk, domains.Library, domains.UnitConversion):
         env = kind()
         assert not tools & {tool.name for tool in env.tools()}

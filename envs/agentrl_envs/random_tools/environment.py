@@ -6,7 +6,7 @@ from random import Random
 
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Json, Message, Session, Task, answer_of
+from agentrl.plugins.types import Json, Message, Reply, Session, Task, answer_of
 from agentrl_envs.conversation import check_generated, check_split, check_style, generated_tasks
 from agentrl_envs.random_tools.lessons import Lesson, make_lesson
 from agentrl_envs.random_tools.world import State
@@ -29,8 +29,8 @@ def _task(split: str, index: int, seed: int) -> Task:
 class RandomTools(Environment):
     """Requests that take one to five calls of tools that no other task has.
 
-    source: `generated`, which is all there is. seed: of the training tasks. Rewards: `answer`, 1 for an answer with
-    what was asked for, after exactly the changes that the request wanted. Tools of the split `test` have no word in
+    source: `generated`, which is all there is. seed: of the training tasks. Up to three requests follow each other.
+    Rewards: `answer`, 1 where each answer has what was asked for, after exactly the changes that were wanted. Tools of the split `test` have no word in
     common with those of the others.
     """
 
@@ -57,11 +57,16 @@ class RandomTools(Environment):
         session.state = State()
         return self.lesson(session.task).opening()
 
+    async def execute(self, session: Session, message: Message) -> Reply:
+        """Take the answer to one request, and ask for the next."""
+        requests, answers = self.lesson(session.task).requests, session.state.answers
+        answers.append(answer_of([message]))
+        following = requests[len(answers) : len(answers) + 1]
+        return Reply([request.message() for request in following], done=not following)
+
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
-        lesson, said = self.lesson(session.task), answer_of(session.messages)
-        right = session.state.changes == lesson.changes and all(text in said for text in lesson.expected)
         called = any(message["role"] == "tool" for message in session.messages)
-        return {"answer": float(right and called)}
+        return {"answer": float(called and self.lesson(session.task).solved(session.state))}
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
         """Decide by the answer alone."""

@@ -1,7 +1,7 @@
 """Lessons: a world, a request in words, the calls that it takes, and the answer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from agentrl.plugins.types import ArgumentError, Json, Message
@@ -16,12 +16,10 @@ Call = tuple[RandomTool, dict[str, Json]]
 
 
 @dataclass(slots=True)
-class Lesson:
-    """One task, and how it is worked."""
+class Request:
+    """One thing that the user asks for, and how it is done."""
 
-    tools: list[RandomTool]
-    """Those that the task offers."""
-    request: str
+    text: str
     """What the user says."""
     calls: list[Call]
     """The calls that it takes, in their order, those that fail at first included."""
@@ -29,26 +27,54 @@ class Lesson:
     """What is said in the end."""
     expected: list[str]
     """Texts that the answer must contain."""
+    changes: list[list[Json]]
+    """What the calls are to change."""
+
+    def message(self) -> Message:
+        """What the user says, as a message."""
+        return {"role": "user", "content": self.text}
+
+
+@dataclass(slots=True)
+class Lesson:
+    """One task: what is offered, and what is asked for, one thing after the other."""
+
+    tools: list[RandomTool]
+    """Those that the task offers."""
+    requests: list[Request]
+    """In their order; the next follows the answer to the one before."""
     system: str = ""
     """The system prompt; empty: none."""
-    changes: list[list[Json]] = field(default_factory=list)
-    """What the calls are to change."""
 
     def opening(self) -> list[Message]:
         """The first messages."""
         system: list[Message] = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.request}]
+        return [*system, self.requests[0].message()]
 
     def play(self) -> tuple[list[Message], State]:
         """The messages after the opening, with the tools' own results, and the state that they leave."""
         state, said = State(), list[Message]()
-        for tool, arguments in self.calls:
-            try:
-                result = tool.run(state, tool.check(arguments))
-            except ArgumentError as error:
-                result = f"Error: {error}"
-            said += tool_turn(tool.name, dict(arguments), result)
-        return [*said, assistant(self.answer)], state
+        for request in self.requests:
+            said += [request.message()] if said else []
+            for tool, arguments in request.calls:
+                try:
+                    result = tool.run(state, tool.check(arguments))
+                except ArgumentError as error:
+                    result = f"Error: {error}"
+                said += tool_turn(tool.name, dict(arguments), result)
+            said.append(assistant(request.answer))
+            state.answers.append(request.answer)
+        return said, state
+
+    def solved(self, state: State) -> bool:
+        """Whether a rollout gave every answer, after exactly the changes that were asked for."""
+        changes = [change for request in self.requests for change in request.changes]
+        answers = zip(self.requests, state.answers, strict=False)
+        return (
+            state.changes == changes
+            and len(state.answers) == len(self.requests)
+            and all(text in answer for request, answer in answers for text in request.expected)
+        )
 
 
 QUESTIONS = (
@@ -103,14 +129,21 @@ class Teacher:
 
     def lesson(self) -> Lesson:
         """A lesson of one of the kinds."""
-        if self.rng.random() < PLAIN:
-            request, answer, expected = self.rng.choice((self.ask, self.act, self.work_out))()
-            return Lesson(self.tools, request, self.calls, answer, expected, changes=self.changes)
-        kind = self.rng.choices(list(KINDS), list(KINDS.values()))[0]
-        request, answer, expected = kind(self)
+        rng = self.rng
+        if rng.random() < PLAIN:
+            return Lesson(self.tools, [self._request(rng.choice((Teacher.ask, Teacher.act, Teacher.work_out)))])
+        requests = []
+        for _ in range(rng.choices((1, 2, 3), (3, 3, 4))[0]):
+            if len(self.tools) < MOST_TOOLS - 1:
+                requests.append(self._request(rng.choices(list(KINDS), list(KINDS.values()))[0]))
         self._distract()
-        self.rng.shuffle(self.tools)
-        return self._framed(request, answer, expected)
+        rng.shuffle(self.tools)
+        return self._framed(requests)
+
+    def _request(self, kind: Callable[["Teacher"], tuple[str, str, list[str]]]) -> Request:
+        self.calls, self.changes = [], []
+        text, answer, expected = kind(self)
+        return Request(text, self.calls, answer, expected, self.changes)
 
     def ask(self) -> tuple[str, str, list[str]]:
         """Ask for an attribute of a thing, by one call."""
@@ -132,7 +165,7 @@ class Teacher:
         get = self._add(self.world.getter(topic, attribute if self.rng.random() < 0.5 else None, True))
         self.calls += [(find, {topic.key: key}), (get, {topic.id_name: topic.ids[key]})]
         value = json_text(topic.records[key][attribute])
-        return self._question(topic, attribute, key), f"The {attribute} is {value}.", [value]
+        return self._question(topic, attribute, f"{topic.noun} {key}"), f"The {attribute} is {value}.", [value]
 
     def ask_two(self) -> tuple[str, str, list[str]]:
         """Ask for the same attribute of two things, one call each."""
@@ -208,7 +241,7 @@ class Teacher:
         [(argument, key)] = arguments.items()
         if self.rng.random() < 0.4:
             busy = RandomTool(tool.name, tool.description, tool.parameters["properties"], [argument], tool.run, busy=1)
-            self.tools[0] = busy
+            self.tools[-1] = busy
             self.calls = [(busy, arguments), (busy, arguments)]
         elif len(str(key)) > 4 and str(key) in request:
             at = self.rng.randrange(3, len(str(key)))
@@ -252,7 +285,7 @@ class Teacher:
         given = {name: named[name] for name in tool.parameters["properties"] if name in named}
         self.calls.append((tool, given))
         self.changes.append([tool.name, tool.check(given)])  # with defaults, as calls have them
-        request = self._order(topic, verb, key, arguments)
+        request = self._order(topic, verb, f"{topic.noun} {key}" if by_id else key, arguments)
         verb_text = verb.replace("_", " ")
         if rng.random() < 0.6:
             request += " " + rng.choice(
@@ -344,6 +377,8 @@ class Teacher:
 
     def _thing(self, topic: Topic, key: str) -> str:
         """A thing as people name it."""
+        if key.startswith(f"{topic.noun} "):
+            return self.rng.choice((key, f"the {key}"))
         text = f'"{key}"' if self.rng.random() < 0.2 else key
         return self.rng.choice((text, text, f"{topic.noun} {text}", f"the {topic.noun} {text}", f"the {text}"))
 
@@ -378,27 +413,28 @@ class Teacher:
             )  # fmt: skip
             self.tools.append(made)
 
-    def _framed(self, request: str, answer: str, expected: list[str]) -> Lesson:
+    def _framed(self, requests: list[Request]) -> Lesson:
         """The lesson with what stands around the request: greetings, a system prompt, the form of the answer."""
         rng, system = self.rng, ""
 
         def filled(text: str) -> str:
             return text.format(person=w.person(rng), place=w.place(rng), word=w.word(rng))
 
+        first, expected = requests[0], requests[0].expected
         if rng.random() < 0.25:
-            request = f"{filled(rng.choice(GREETINGS))} {request}"
+            first.text = f"{filled(rng.choice(GREETINGS))} {first.text}"
         if rng.random() < 0.4:
             system = filled(rng.choice(SYSTEMS))
-        if len(expected) == 1 and expected != ["no "] and rng.random() < 0.25:
+        if len(requests) == 1 and len(expected) == 1 and expected != ["no "] and rng.random() < 0.25:
             marker = rng.choice(ANSWERS) if rng.random() < 0.7 else f"{w.invented(rng).title()}:"
-            answer = f"{marker} {expected[0]}"
+            first.answer = f"{marker} {expected[0]}"
             form = rng.choice((f'End with "{marker}" and the answer.', f"Answer with {marker} and the answer.",
                                f"Say {marker} before the answer.", f"Write the answer after {marker}"))  # fmt: skip
             if rng.random() < 0.5:
                 system = f"{system} {form}".strip()
             else:
-                request = f"{request} {form}"
-        return Lesson(self.tools, request, self.calls, answer, expected, system, self.changes)
+                first.text = f"{first.text} {form}"
+        return Lesson(self.tools, requests, system)
 
 
 KINDS: Mapping[Callable[[Teacher], tuple[str, str, list[str]]], float] = {

@@ -17,6 +17,8 @@ class State:
 
     changes: list[list[Json]] = field(default_factory=list)
     """Name and arguments of each call that changed something."""
+    answers: list[str] = field(default_factory=list)
+    """What was said to each request in the end."""
     calls: dict[str, int] = field(default_factory=dict)
     """Calls of each tool that is busy at first."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 from agentrl import __version__
 from agentrl.containment.event_loop import Runner

@@ -74,7 +74,7 @@ async def test_a_guess_without_a_call_and_a_change_too_many_are_not_paid():
 
 def test_calls_of_demonstrations_fit_their_schemas(lessons):
     for lesson in lessons:
-        for tool, arguments in (call for request in lesson.requests for call in request.calls):
+        for tool, arguments in (pair for request in lesson.requests for pair in request.calls):
             assert tool.check(arguments).items() >= arguments.items()
         assert len({tool.name for tool in lesson.tools}) == len(lesson.tools) <= 6
         assert all(text in request.answer for request in lesson.requests for text in request.expected)

@@ -27,11 +27,11 @@ def _task(split: str, index: int, seed: int) -> Task:
 
 
 class RandomTools(Environment):
-    """Requests that take one to five calls of tools that no other task has.
+    """Requests that take one to three calls each, of tools that no other task has; up to three follow each other.
 
-    source: `generated`, which is all there is. seed: of the training tasks. Up to three requests follow each other.
-    Rewards: `answer`, 1 where each answer has what was asked for, after exactly the changes that were wanted. Tools of the split `test` have no word in
-    common with those of the others.
+    source: `generated`, which is all there is. seed: of the training tasks. Rewards: `answer`, 1 where each answer has
+    what was asked for, after exactly the changes that were wanted. Tools of the split `test` have no word in common
+    with those of the others.
     """
 
     name = "random_tools"
@@ -62,7 +62,7 @@ class RandomTools(Environment):
         requests, answers = self.lesson(session.task).requests, session.state.answers
         answers.append(answer_of([message]))
         following = requests[len(answers) : len(answers) + 1]
-        return Reply([request.message() for request in following], done=not following)
+        return Reply(tuple(request.message() for request in following), done=not following)
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         called = any(message["role"] == "tool" for message in session.messages)

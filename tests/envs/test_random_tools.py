@@ -16,6 +16,7 @@ from agentrl.testing import check_environment
 from agentrl.trajectory import FinishReason, check_invariants
 
 LESSONS = 2000
+LIMITS = {"max_turns": 16, "max_tool_calls": 16}
 VALUE = re.compile(r'"[^"]*"|\b[A-Za-z]*-?\d[\w./-]*')
 
 
@@ -31,7 +32,7 @@ def names(lessons):
 
 
 async def play(env, task, script):
-    driver = make_driver(script, env, max_turns=12, max_tool_calls=12)
+    driver = make_driver(script, env, **LIMITS)
     trajectory = await driver.drive(driver.request(task, 0))
     check_invariants(trajectory)
     return trajectory
@@ -133,7 +134,7 @@ def test_it_keeps_the_contract():
     def gold(task):
         return script_of(env.demonstrate(task, Random(0), "clean"), line)
 
-    check_environment(env, gold, lambda task: ["I do not know."] * len(env.lesson(task).requests))
+    check_environment(env, gold, lambda task: ["I do not know."] * len(env.lesson(task).requests), limits=LIMITS)
 
 
 def test_a_style_or_source_that_is_not_there_is_refused():

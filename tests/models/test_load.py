@@ -13,6 +13,7 @@ from agentrl.errors import UserError
 from agentrl.fine_tuning.new_model import train_tokenizer
 from agentrl.learner.actor import off_policy_of
 from agentrl.models.image_families import family_of
+from agentrl.models import embedded_path
 from agentrl.models.load import (
     find_device,
     load_model,
@@ -204,6 +205,16 @@ def test_servers_must_be_told_the_settings_too() -> None:
     check_names(
         Recipe.model_validate({**recipe, "engine": {"name": "vllm", "args": {"flags": {"hf-overrides": "{}"}}}})
     )
+
+
+def test_the_embedded_model_of_any_tool_is_what_its_recipe_makes() -> None:
+    made = load_recipe(str(ROOT / "recipes" / "tiny_tools.yaml")).sft.new_model
+    model, tokenizer = load_model(ModelSection(path="tiny_tools"))
+    assert tokenizer.chat_template.strip() == Path(made.chat_template).read_text(encoding="utf-8").strip()
+    assert {key: getattr(model.config, key) for key in made.config} == made.config
+    assert (embedded_path("tiny_tools") / "model.safetensors").stat().st_size < 12 << 20
+    word = tokenizer.encode("catalog", add_special_tokens=False)
+    assert tokenizer.encode(' catalog" search_catalog', add_special_tokens=False)[1 : 1 + len(word)] == word
 
 
 def test_the_embedded_model_that_sees_is_what_its_recipe_makes() -> None:

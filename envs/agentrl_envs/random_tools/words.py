@@ -150,12 +150,21 @@ def _followers() -> dict[str, str]:
     return found
 
 
+def _piece(rng: Random) -> str:
+    word = rng.choice(rng.choice((*NAMING, THINGS)))
+    start = rng.randrange(len(word))
+    return word[start : start + rng.randint(1, 6)].strip("_").replace("_", "")
+
+
 def invented(rng: Random, ending: str = "") -> str:
-    """A word that nobody knows: of syllables, of letters that follow each other in English, or of any letters."""
+    """A word that nobody knows: of syllables, of pieces of real words, of letters that follow each other in English, or
+    of any letters."""
     form = rng.random()
-    if form < 0.4:
+    if form < 0.25:
         syllables = rng.choices((1, 2, 3), (2, 5, 1))[0]
         made = "".join(rng.choice(ONSETS) + rng.choice(VOWELS) for _ in range(syllables)) + rng.choice(ENDINGS)
+    elif form < 0.6:
+        made = "".join(_piece(rng) for _ in range(rng.choices((1, 2, 3), (3, 4, 2))[0]))
     elif form < 0.8:
         made, followers = "  ", _followers()
         while len(made) < 12 and (letter := rng.choice(followers[made[-2:]])) != " ":
@@ -163,7 +172,7 @@ def invented(rng: Random, ending: str = "") -> str:
         made = made.strip()
     else:
         made = "".join(rng.choice("abcdefghijklmnopqrstuvwxyzaeiou") for _ in range(rng.randint(2, 7)))
-    return invented(rng, ending) if made in REAL else made + ending
+    return invented(rng, ending) if made in REAL or not made else made + ending
 
 
 class Words:
@@ -231,7 +240,8 @@ def headline(rng: Random) -> str:
 
 def word(rng: Random) -> str:
     """A single plain word."""
-    return invented(rng) if rng.random() < 0.6 else rng.choice([*CHOICES, *THINGS])
+    lists = (CHOICES, THINGS, NOUNS, VERBS, ATTRIBUTES, ARGUMENTS)
+    return invented(rng) if rng.random() < 0.5 else rng.choice(rng.choice(lists)).replace("_", " ")
 
 
 def whole(rng: Random) -> int:

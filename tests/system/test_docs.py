@@ -1,5 +1,6 @@
 """Hold the documentation to the code: tutorials run, links and names exist, every metric is documented."""
 
+import json
 import os
 import re
 import shlex
@@ -13,14 +14,21 @@ from warm import Python
 
 import agentrl
 from agentrl.gateway.fields import ANTHROPIC_MESSAGES, CHAT_COMPLETIONS, COMPLETIONS, RESPONSES
+from agentrl.learner.monitors import CONDITIONS
+from agentrl.models.memory import plan_memory
 from agentrl.recipe.schema import Recipe
 
 DOCS = ROOT / "docs"
-PAGES = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.relative_to(DOCS)}" for path in sorted(DOCS.rglob("*.md"))))
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "AGENTS.md",
+    *(f"docs/{path.relative_to(DOCS)}" for path in sorted(DOCS.rglob("*.md"))),
+)
 INSIDE = tuple(page for page in PAGES if page == "docs/architecture.md" or page.startswith("docs/internals/"))
 REFERENCE = "docs/reference/recipe.md"
 ELSEWHERE = ("recipes/exchange_rate.yaml", "recipes/shop.yaml")  # of packages that `agentrl new` writes
-NOT_RUN = ("gpu",)  # its commands need a GPU; their recipes are read all the same
+NOT_RUN = ("gpu", "hub_model")  # what they need a GPU or the hub for; their recipes are read all the same
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.M | re.S)
 COMMAND = re.compile(r"^ *(?:\$ )?(agentrl (?:train|sft|check|eval) recipes/.+)$", re.M)
 PATH = re.compile(r"`((?:agentrl|tools|envs|tests|recipes|benchmarks|examples|scripts)/[\w./]*|(?:\w+/)+\w+\.py)`")
@@ -207,3 +215,51 @@ def test_the_table_of_fields_is_that_of_the_gateway() -> None:
     for fields in dialects:
         names = [*fields.served, *fields.asked, *fields.ignored, *fields.refused]
         assert len(names) == len(set(names))
+
+
+TROUBLE = "docs/troubleshooting.md"
+
+
+def test_every_condition_of_health_is_among_the_troubles() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", read(TROUBLE), re.M)
+    assert sorted(listed) == sorted({*CONDITIONS, "one_update"})
+
+
+def test_every_line_among_the_troubles_is_one_that_the_program_says() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "agentrl").rglob("*.py")))
+    source = re.sub(r'"\n\s*f?"', "", sources)  # texts that are written in two pieces
+    lines = read(TROUBLE).partition("## What a command says")[2]
+    said = [
+        cell for row in re.findall(r"^\| (`.+?`) \|", lines, re.M) for cell in re.findall(r"`(.+?)`(?: or |$)", row)
+    ]
+    assert len(said) > 12
+    assert [line for line in said if line not in source] == []
+
+
+QWEN3 = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True, "max_position_embeddings": 40960,
+}  # fmt: skip
+"""The shape of Qwen3-0.6B, by its model card and configuration."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ([], r"^\| all weights in bfloat16 .*\| (.*) GB \|$"),
+        (["model.lora.rank=16"], r"^\| an adapter .*\| (.*) GB \|$"),
+        (["model.checkpointing=false"], r"^\| without `model.checkpointing`, .*\| (.*) GB \|$"),
+        (["model.device=cpu", "model.dtype=float32", "train.micro_batch_tokens=4096"], r"4096`: (.*) GB\)"),
+    ],
+)
+def test_the_memory_on_the_page_of_the_hub_model_is_what_is_planned(
+    changes: list[str], row: str, tmp_path: Path
+) -> None:
+    page = "docs/tutorials/hub_model.md"
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (recipe,) = (block for block in blocks(page) if block.title)
+    (tmp_path / recipe.title).write_text(recipe.text.replace("Qwen/Qwen3-0.6B", str(tmp_path)))
+    plan = plan_memory(Recipe.load(str(tmp_path / recipe.title), ["model.device=cuda", *changes]))
+    assert plan is not None
+    assert re.findall(row, read(page), re.M) == [f"{plan.device / 1e9:.1f}"]

@@ -48,3 +48,25 @@ def test_the_task_in_one_file_is_that_of_its_page() -> None:
     page = (ROOT / "docs" / "tutorials" / "own_task.md").read_text(encoding="utf-8")
     code = (ROOT / "examples" / "own_task.py").read_text(encoding="utf-8")
     assert f'```python title="own_task.py"\n{code}```' in page
+
+
+NOTEBOOK = """
+import ast, asyncio, json, sys
+
+flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
+    if cell["cell_type"] == "code":
+        code = compile("".join(cell["source"]), cell["id"], "exec", flags)
+        found = eval(code, globals())
+        if asyncio.iscoroutine(found):
+            asyncio.run(found)
+"""
+"""Runs the cells of a notebook in order, in one namespace, as Jupyter does, `await` at the top included."""
+
+
+@pytest.mark.slow
+def test_the_notebook_runs() -> None:
+    process = Python(["-c", NOTEBOOK, str(ROOT / "examples" / "first_run.ipynb")])
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert re.search(r"^2 \d\.\d+ \d groups teach \d+ calls$", said, re.M), said

@@ -83,9 +83,9 @@ class _Bodies:
         later, read = self.reach(self.text, inner, end)
         self.left -= read
         if end < later < len(self.text):
-            again = self.body(self.text[inner:later], self.text[start : later + closing], self.schemas)
-            if not any(call.error for call in again):
-                return again, later
+            reread = self.body(self.text[inner:later], self.text[start : later + closing], self.schemas)
+            if not any(call.error for call in reread):
+                return reread, later
         return calls, end
 
 

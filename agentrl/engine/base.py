@@ -104,8 +104,8 @@ def tell(on_tokens: OnTokens, ids: Sequence[int]) -> None:
     try:
         on_tokens(ids)
     except Exception as error:  # noqa: BLE001 - the boundary to whoever reads along
-        told = {"message": "on_tokens of Engine.generate raised", "exception": error}
-        asyncio.get_running_loop().call_exception_handler(told)
+        context = {"message": "on_tokens of Engine.generate raised", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(context)
 
 
 class EngineError(PlainError):

@@ -315,7 +315,7 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
     make = partial(
         SftLoop, recipe=recipe, player=player, learner=learner, profiler=profiler, role_host=role_host,
         rollouts=rollouts, held_out=held_out, journal=make_journal(start, player), command=COMMAND,
-        apart=lessons.held_out,
+        held_out_rollouts=lessons.held_out,
     )  # fmt: skip
     loop = assemble(start, make, rollouts, player, job.recipe, size)
     if section.source is not None:

@@ -249,13 +249,13 @@ def check_lengths(context: int, made: Sequence[Trajectory]) -> None:
 class SftLoop(Loop):
     """A run of supervised training, which also measures the loss of held-out conversations."""
 
-    apart: Sequence[Trajectory] = ()
+    held_out_rollouts: Sequence[Trajectory] = ()
     """The held-out conversations."""
 
     def _evaluate(self, splits: Sequence[str]) -> tuple[dict[str, Accuracy], dict[str, float]]:
         found, metrics = super()._evaluate(splits)
-        if self.apart and isinstance(self.learner, SftLearner):
-            metrics[HELD_OUT] = self.learner.loss(self.apart)
+        if self.held_out_rollouts and isinstance(self.learner, SftLearner):
+            metrics[HELD_OUT] = self.learner.loss(self.held_out_rollouts)
             line = f"step {self.step:>4}  held-out loss: {metrics[HELD_OUT]:.4f}"
             self._to_show.append(partial(self.display.note, line))
         return found, metrics

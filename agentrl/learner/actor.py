@@ -194,8 +194,8 @@ class Actor(TrainedRole):
         columns = {"train/entropy": entropy.detach(), **{k: v for _, measured in found for k, v in measured.items()}}
         if self.routing is not None and "experts" in batch.tokens:
             columns["mismatch/experts"] = self.routing.differing()[torch.from_numpy(packed.predict)].to(logprobs.device)
-        apart = columns.get("mismatch/logprob_mean")
-        largest = {} if apart is None else {"mismatch/logprob_max": apart}
+        mismatch_mean = columns.get("mismatch/logprob_mean")
+        largest = {} if mismatch_mean is None else {"mismatch/logprob_max": mismatch_mean}
         metrics.micro_batch(len(packed.ids), loss, columns, largest)
         return loss
 
@@ -350,5 +350,5 @@ def off_policy_of(recipe: Recipe) -> str:
     chosen = recipe.algorithm.off_policy
     if chosen != "auto":
         return chosen
-    apart = recipe.engine.name != "local" or recipe.rollout.overlap != "none" or recipe.model.mixed
-    return OffPolicy.TOKEN_TIS if apart else OffPolicy.NONE
+    differ = recipe.engine.name != "local" or recipe.rollout.overlap != "none" or recipe.model.mixed
+    return OffPolicy.TOKEN_TIS if differ else OffPolicy.NONE

@@ -273,7 +273,7 @@ def turn_states(trajectories: Sequence[Trajectory], batch: Batch) -> npt.NDArray
     for t, task in zip(trajectories, group, strict=True):
         begins = [*(segment.start for segment in t.segments), *(turn.end for turn in t.turns), 0]
         given = [t.ids[max(at for at in begins if at <= turn.start) : turn.start].tobytes() for turn in t.turns]
-        keys = [(task, turn.role, turn.state or told) for turn, told in zip(t.turns, given, strict=True)]
+        keys = [(task, turn.role, turn.state or seen) for turn, seen in zip(t.turns, given, strict=True)]
         found.append([numbers.setdefault(key, len(numbers)) for key in keys])
     return _of_turns(trajectories, batch, found)
 

@@ -33,7 +33,7 @@ LEAST = -1e4
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Reading:
     """What a server says of the last tokens of a prompt."""
 
     ids: Sequence[int]
@@ -101,13 +101,13 @@ class TeacherServer:
         ids, places = batch.tokens["ids"][span].tolist(), np.flatnonzero(batch.tokens["loss_mask"][span])
         first = max(0, int(places[0]) - 1)
         async with gate:
-            told = await self._told(ids, first, k)
-        chosen = [told.logprobs[place - first] for place in places.tolist()]
+            reading = await self._ask(ids, first, k)
+        chosen = [reading.logprobs[place - first] for place in places.tolist()]
         if None in chosen:
             raise RefusedError(f"{self.section.path}: it gives no log-prob of some tokens of a prompt of {len(ids)}")
         found: dict[str, Array] = {"teacher_logprobs": np.maximum(np.array(chosen, np.float32), LEAST)}
         if k:
-            likeliest = [_first(told.top[place - first], k) for place in places.tolist()]
+            likeliest = [_first(reading.top[place - first], k) for place in places.tolist()]
             found["teacher_ids"] = np.array([ids for ids, _ in likeliest], np.int64)
             found["teacher_top"] = np.array([logprobs for _, logprobs in likeliest], np.float32)
         return found
@@ -121,10 +121,10 @@ class TeacherServer:
             self._model = str(listed["data"][0]["id"])
         ids = self._tokenizer.encode(PROBE, add_special_tokens=False)
         try:
-            told = await self._told(ids, 0, 1 if self._kind == "vllm" else 0, texts=True)
+            reading = await self._ask(ids, 0, 1 if self._kind == "vllm" else 0, texts=True)
         except RefusedError as error:
             raise UserError(f"teacher: it does not take the policy's tokens: {error}") from error
-        pieces = zip(ids, told.texts, strict=False)
+        pieces = zip(ids, reading.texts, strict=False)
         theirs = [(index, text) for index, text in pieces if text is not None]
         wrong = [(index, text) for index, text in theirs if not _means(text, str(self._tokenizer.decode([index])))]
         if wrong:
@@ -148,7 +148,7 @@ class TeacherServer:
                 continue
         return "openai"
 
-    async def _told(self, ids: Sequence[int], first: int, k: int, texts: bool = False) -> Told:
+    async def _ask(self, ids: Sequence[int], first: int, k: int, texts: bool = False) -> Reading:
         """Ask about ids[first:]. Raises ServerError after the last attempt."""
         path, body = self._question(ids, first, k, texts)
         for attempt in range(self.section.retries + 1):
@@ -174,30 +174,30 @@ class TeacherServer:
         own = {"prompt_logprobs": k} if self._kind == "vllm" else {"echo": True, "logprobs": k or 1}
         return "/v1/completions", {**body, **own}
 
-    def _read(self, answer: Any, ids: Sequence[int], first: int) -> Told:
+    def _read(self, answer: Any, ids: Sequence[int], first: int) -> Reading:
         """What an answer says of ids[first:]. Raises RefusedError: it is not what was asked for."""
         try:
             read = {"sglang": _of_sglang, "vllm": _of_vllm, "openai": _of_openai}[self._kind]
-            told = read(answer, ids, first)
+            reading = read(answer, ids, first)
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise RefusedError(
                 f"{self.section.path}: its answer holds no log-probs of the prompt ({type(error).__name__}: {error}); "
                 "teacher.kind says what it speaks"
             ) from error
         wanted = list(ids[first:])
-        if len(told.logprobs) != len(wanted) or (told.ids and list(told.ids) != wanted):
+        if len(reading.logprobs) != len(wanted) or (reading.ids and list(reading.ids) != wanted):
             raise RefusedError(
-                f"{self.section.path}: it gives log-probs of {len(told.logprobs)} tokens for the {len(wanted)} of the "
-                "prompt"
+                f"{self.section.path}: it gives log-probs of {len(reading.logprobs)} tokens, and was asked about "
+                f"{len(wanted)} of the prompt"
             )
-        return told
+        return reading
 
 
-def _of_sglang(answer: Any, ids: Sequence[int], first: int) -> Told:
+def _of_sglang(answer: Any, ids: Sequence[int], first: int) -> Reading:
     meta = answer["meta_info"]
     entries = meta["input_token_logprobs"]
     likeliest = meta.get("input_top_logprobs") or []
-    return Told(
+    return Reading(
         ids=[entry[1] for entry in entries],
         texts=[entry[2] for entry in entries],
         logprobs=[entry[0] for entry in entries],
@@ -205,7 +205,7 @@ def _of_sglang(answer: Any, ids: Sequence[int], first: int) -> Told:
     )
 
 
-def _of_vllm(answer: Any, ids: Sequence[int], first: int) -> Told:
+def _of_vllm(answer: Any, ids: Sequence[int], first: int) -> Reading:
     entries = answer["choices"][0]["prompt_logprobs"]
     if len(entries) != len(ids):
         raise ValueError(f"{len(entries)} entries for {len(ids)} tokens")
@@ -216,15 +216,15 @@ def _of_vllm(answer: Any, ids: Sequence[int], first: int) -> Told:
         logprobs.append(None if own is None else own["logprob"])
         texts.append(None if own is None else own.get("decoded_token"))
     top = [{int(index): found["logprob"] for index, found in (entry or {}).items()} for entry in entries[first:]]
-    return Told((), texts, logprobs, top)
+    return Reading((), texts, logprobs, top)
 
 
-def _of_openai(answer: Any, ids: Sequence[int], first: int) -> Told:
+def _of_openai(answer: Any, ids: Sequence[int], first: int) -> Reading:
     found = answer["choices"][0]["logprobs"]
     echoed = slice(first, len(ids))
     if answer.get("usage") and answer["usage"]["prompt_tokens"] != len(ids):
         raise ValueError(f"{answer['usage']['prompt_tokens']} tokens where {len(ids)} were sent")
-    return Told((), found["tokens"][echoed], found["token_logprobs"][echoed], ())
+    return Reading((), found["tokens"][echoed], found["token_logprobs"][echoed], ())
 
 
 def _first(top: Mapping[int, float], k: int) -> tuple[list[int], list[float]]:

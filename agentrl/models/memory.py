@@ -153,8 +153,8 @@ def plan_memory(recipe: Recipe) -> MemoryPlan | None:
 
     Returns None if the configuration of a model is not on this machine. Raises UserError for a path that is no model.
     """
-    apart = {role for pool in recipe.cluster.pools for role in pool.roles}
-    roles = [role for role in recipe.roles if role not in apart]
+    pooled = {role for pool in recipe.cluster.pools for role in pool.roles}
+    roles = [role for role in recipe.roles if role not in pooled]
     return _plan_roles(recipe, roles, Setting.of(recipe, recipe.cluster.size))
 
 

@@ -47,10 +47,10 @@ def differs_like_others(found: Tensor, wanted: Tensor, other: Tensor) -> str | N
     at one of them. So the measure is the model's own: `other`, its log-probs of the same tokens after other prompts,
     which is what attention to the wrong tokens amounts to. Right ones differ by far less, a wrong mask by as much.
     """
-    off, apart = (found - wanted).abs(), (other - wanted).abs()
-    if off.mean() <= HALF_SHARE * apart.mean() and off.max() <= 2 * HALF_SHARE * apart.max():
+    off, unrelated = (found - wanted).abs(), (other - wanted).abs()
+    if off.mean() <= HALF_SHARE * unrelated.mean() and off.max() <= 2 * HALF_SHARE * unrelated.max():
         return None
     return (
         f"it differs by {float(off.mean()):.2g} in the mean and {float(off.max()):.2g} at most from the module's own "
-        f"forward, where other prompts make {float(apart.mean()):.2g} and {float(apart.max()):.2g}"
+        f"forward, where other prompts make {float(unrelated.mean()):.2g} and {float(unrelated.max()):.2g}"
     )

@@ -46,13 +46,13 @@ class ServedExperts:
         layers = [int(found[1]) for name in routers if (found := _LAYER.search(name))]
         return cls(tuple(layers), int(config.num_hidden_layers), int(next(iter(routers.values())).top_k))
 
-    def recorded(self, told: npt.NDArray[np.generic], tokens: int) -> npt.NDArray[np.int16]:
-        """What was told as int16 [n, routers, experts a token]. told: integers, n tokens after each other.
+    def recorded(self, experts: npt.NDArray[np.generic], tokens: int) -> npt.NDArray[np.int16]:
+        """The experts as int16 [n, routers, experts a token]. experts: integers, n tokens after each other.
         tokens: in all, of which n were computed. Raises ValueError: it is of another size."""
         shape = (-1, self.of_model, self.each)
-        if told.size % (self.of_model * self.each) or told.size > tokens * self.of_model * self.each:
-            raise ValueError(f"{told.size} experts of {tokens} tokens, {self.of_model} layers and {self.each} each")
-        return told.reshape(shape)[:, list(self.layers)].astype(np.int16)
+        if experts.size % (self.of_model * self.each) or experts.size > tokens * self.of_model * self.each:
+            raise ValueError(f"{experts.size} experts of {tokens} tokens, {self.of_model} layers and {self.each} each")
+        return experts.reshape(shape)[:, list(self.layers)].astype(np.int16)
 
 
 def routers_of(model: nn.Module) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class AgentRequest(AsyncRolloutRequest):
             self.segments.append(segment)
             self.segment_messages.append(node.added)
         if all(segment.parent == index - 1 for index, segment in enumerate(self.segments)):  # it never branched
-            main.messages[:] = [message for told in self.segment_messages for message in told]
+            main.messages[:] = [message for messages in self.segment_messages for message in messages]
             self.segments, self.segment_messages = [], []
         main.prompt_length = len(answered[0].given.ids) if (answered := self.tree.answered) else 0
         counts = self.tree.counts
@@ -321,8 +321,8 @@ class TreeEndpoint(ABC):
             listener = self._listener(node, feed)
             watch = StopWatch(call.stop, self.chat.decode, listener, lambda: engine.abort(branch.name))
             listener = watch.add if call.stop and engine.streams else listener
-            told = {} if listener is None else {"on_tokens": listener}
-            generation = await engine.generate(ids, sampling, branch.name, **told)
+            options = {} if listener is None else {"on_tokens": listener}
+            generation = await engine.generate(ids, sampling, branch.name, **options)
         finally:
             deadline.cancel()
         count, versions = len(generation.ids), generation.weight_version

@@ -73,17 +73,17 @@ class Player:
         env: Environment | None = None,
         say: Callable[[str], None] | None = None,
         phase: Callable[[str], None] | None = None,
-        apart: bool = False,
+        trained_elsewhere: bool = False,
         placement: Placement | None = None,
     ) -> "Player":
         """Build a player from what the recipe names; `model_path` replaces `model.path`, adapter and all. Raises
         UserError: one line.
 
         env: made already by whoever had something to ask of it before a model is loaded. say, phase: told what an
-        engine has to say as it starts, in lines that stay, and what it does right now. apart: the model is trained in
-        other processes, which give the engine its weights: here it has no adapter, and weights only where the engine
-        computes with them. placement: the devices of the engine, and of a model that it computes with here; None: of a
-        run in this process, without `cluster`. Sets torch's seed and, where the recipe says so, its threads.
+        engine has to say as it starts, in lines that stay, and what it does right now. trained_elsewhere: the model is
+        trained in other processes, which give the engine its weights: here it has no adapter, and weights only where
+        the engine computes with them. placement: the devices of the engine, and of a model that it computes with here;
+        None: of a run in this process, without `cluster`. Sets torch's seed and, where the recipe says so, its threads.
         """
         prepare_torch(recipe)
         limit_images(recipe)
@@ -97,7 +97,9 @@ class Player:
                 check_tools_of_agent((*toolbox.tools, *env.tools()))
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
             check_weights(recipe.rewards.weights, known_parts((env, *toolbox.tools, *env.tools()), others))
-            player = await cls._build(recipe, model_path, env, toolbox, rewards, say, phase, apart, placement)
+            player = await cls._build(
+                recipe, model_path, env, toolbox, rewards, say, phase, trained_elsewhere, placement
+            )
             if agent is not None:
                 stack.push_async_callback(player.engine.close)
                 player.agent, player.gateway = agent, gateway_of(recipe)
@@ -115,7 +117,7 @@ class Player:
         rewards: Rewards,
         say: Callable[[str], None] | None,
         phase: Callable[[str], None] | None,
-        apart: bool,
+        trained_elsewhere: bool,
         placement: Placement | None,
     ) -> "Player":
         if engine_class(recipe.engine.name).brings_chat:
@@ -125,11 +127,11 @@ class Player:
         placement, section = placement or placed_alone(recipe), recipe.model
         if model_path is not None:
             section = section.model_copy(update={"path": model_path, "lora": None})
-        if apart:
+        if trained_elsewhere:
             section = section.model_copy(update={"lora": None})
         if placement is not None and placement.embedded is not None:
             section = section.model_copy(update={"device": f"cuda:{placement.embedded}"})
-        shape_only = apart and not engine_class(recipe.engine.name).in_process
+        shape_only = trained_elsewhere and not engine_class(recipe.engine.name).in_process
         model, tokenizer = load_skeleton(section) if shape_only else load_model(section, recipe.train.seed)
         if tokenizer.image_input is not None:
             check_sight(recipe)
@@ -153,7 +155,7 @@ class Player:
             cluster=recipe.cluster.address,
             devices=placement.servers if placement is not None else (),
             dtype="bfloat16" if section.compute == "bfloat16" else section.dtype,
-            overlap=recipe.rollout.overlap != "none" and not apart,
+            overlap=recipe.rollout.overlap != "none" and not trained_elsewhere,
             routing_replay=recipe.algorithm.routing_replay,
         )
         await engine.health()

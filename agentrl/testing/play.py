@@ -112,8 +112,8 @@ def turns_of(agent: Agent, request: AsyncRolloutRequest) -> Turn:
     """What `agent` says in a request, turn by turn."""
     task = request.task
     if for_whole_task(agent):
-        told = agent(task)  # type: ignore[call-arg]
-        return scripted([told] if isinstance(told, str) else told)
+        turns = agent(task)  # type: ignore[call-arg]
+        return scripted([turns] if isinstance(turns, str) else turns)
 
     async def turn(number: int) -> str:
         text = agent(task, tuple(asked(request)))  # type: ignore[call-arg]

@@ -72,8 +72,8 @@ def check_names(recipe: Recipe) -> None:
 def _check_model_config(recipe: Recipe) -> None:
     """Raise UserError where servers would sample from a model of another configuration than the trainer's."""
     kind, flags = engine_class(recipe.engine.name), recipe.engine.args.get("flags")
-    told = isinstance(flags, Mapping) and {"json-model-override-args", "hf-overrides"} & set(flags)
-    if recipe.model.config and not (kind.in_process or kind.brings_chat or told):
+    flagged = isinstance(flags, Mapping) and {"json-model-override-args", "hf-overrides"} & set(flags)
+    if recipe.model.config and not (kind.in_process or kind.brings_chat or flagged):
         raise UserError(
             "model.config: servers read the model's own configuration; give them the same in engine.args.flags "
             "(SGLang: json-model-override-args, vLLM: hf-overrides)"
@@ -256,9 +256,9 @@ def _lacking_cluster(recipe: Recipe) -> list[str]:
         from ray._private.utils import get_num_cpus
     except ImportError as error:
         return [f"a cluster needs Ray, which cannot be imported ({error}): pip install ray"]
-    apart = sum(pool.workers for pool in cluster.pools)
-    needed, there = cluster.size + apart, int(get_num_cpus())
-    parts = f" ({cluster.size} for the actor, {apart} for cluster.pools)" if apart else ""
+    pooled = sum(pool.workers for pool in cluster.pools)
+    needed, there = cluster.size + pooled, int(get_num_cpus())
+    parts = f" ({cluster.size} for the actor, {pooled} for cluster.pools)" if pooled else ""
     if needed <= there:
         return []
     return [f"needed: one node with {needed} CPUs{parts}; there: this machine with {there} CPUs. {REMEDY}"]

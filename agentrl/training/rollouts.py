@@ -126,13 +126,13 @@ class SerialRollouts(Rollouts):
     def next(self, step: int) -> StepGroups:
         start = perf_counter()
         limits, seed = self._recipe.rollout, (self._recipe.train.seed, step)
-        label, told = f"step_{step}", self._on_group
+        label, on_group = f"step_{step}", self._on_group
         ahead, most = at_once(self._recipe), most_groups(self._recipe)
         chosen = Selection(self._draw, self._filter, limits.tasks, ahead, most, self._showable)
 
         async def play() -> None:
             tasks, after = await chosen.first(), chosen.after
-            await self._player.play(tasks, limits.n, seed=seed, label=label, on_group=told, after=after)
+            await self._player.play(tasks, limits.n, seed=seed, label=label, on_group=on_group, after=after)
 
         self._interrupts.run(play)
         self._outstanding = [*chosen.abandoned, *self._outstanding]

@@ -228,13 +228,13 @@ def make_player(start: Start) -> tuple[Recipe, Player]:
     """The recipe with the policy's initial model, and the player that samples from it."""
     recipe, saved, display = start.recipe, start.saved, start.display
     display.phase("loading")
-    initial, apart = with_initial_model(recipe, saved), recipe.cluster.used
+    initial, trained_elsewhere = with_initial_model(recipe, saved), recipe.cluster.used
     named, path = initial, None
     if recipe.model.lora is None and (saved is not None or start.written is not None):
         named, path = start.written or recipe, initial.model.path  # by the model's name its chat is known
     player = start.interrupts.run(
         lambda: Player.build(
-            named, path, start.checked.env, display.note, display.phase, apart, start.checked.placement
+            named, path, start.checked.env, display.note, display.phase, trained_elsewhere, start.checked.placement
         )
     )
     start.at_end("the player", lambda: start.interrupts.complete(player.close))
@@ -285,8 +285,8 @@ def exclude_long(
         broken |= {new[i]: why for i, why in lengths.broken.items()}
     sampler.excluded |= {i for i, n in found.items() if n > limit or i in broken}
     places = {i: place for place, i in enumerate(found)}
-    told = {places[i]: why for i, why in broken.items()}
-    line = PromptLengths(tuple(found.values()), limit, told).report("training")
+    misfits = {places[i]: why for i, why in broken.items()}
+    line = PromptLengths(tuple(found.values()), limit, misfits).report("training")
     return [line] if line else []
 
 

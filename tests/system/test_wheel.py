@@ -1,8 +1,9 @@
-"""The wheel: what it holds, and that it trains by a recipe's name, in an empty folder."""
+"""The wheel: what it holds, and that it trains by a recipe's name, in an empty folder. And the source distribution."""
 
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
@@ -12,13 +13,16 @@ NOT_NEEDED = ("openai", "ray")
 """Packages of which each takes most of a second to import, and which such a run uses nothing of."""
 
 
+def build(target, folder):
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = folder.glob("agentrl-*")
+    return built
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (built,) = folder.glob("agentrl-*.whl")
-    return zipfile.ZipFile(built)
+    return zipfile.ZipFile(build("wheel", tmp_path_factory.mktemp("wheel")))
 
 
 def files(*folders: str) -> set[str]:
@@ -34,6 +38,14 @@ def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
     assert found == expected
     assert {"agentrl/py.typed", "agentrl/models/tiny_tools/model.safetensors", "agentrl/scaffold/tool/test.py.tmpl"} <= found
     assert not [name for name in found if "test_" in name or name.startswith("tests")]
+
+
+def test_the_source_distribution_holds_what_its_tests_read(tmp_path):
+    folders = ("agentrl", "tools", "envs", "recipes", "tests", "docs", "examples", "benchmarks", "scripts", ".ci")
+    expected = files(*folders) | {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", "mkdocs.yml"}
+    with tarfile.open(build("sdist", tmp_path)) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    assert expected <= found
 
 
 def environment_of(unpacked):

@@ -291,7 +291,7 @@ class LocalEngine(Engine):
 
 def _deliver(request: Request, generation: Generation) -> None:
     if not request.future.done():
-        _tell(request, generation.ids[request.told :])
+        _tell(request, generation.ids[request.streamed :])
         if request.matcher is not None and request.matcher.error is not None:
             request.future.set_exception(ConstraintError(f"the answer: {request.matcher.error}"))
         else:
@@ -301,7 +301,7 @@ def _deliver(request: Request, generation: Generation) -> None:
 def _tell(request: Request, ids: Sequence[int]) -> None:
     """Give a request's `on_tokens` what is new, before whoever awaits the request goes on."""
     if request.on_tokens is not None and ids and not request.future.done():
-        request.told += len(ids)
+        request.streamed += len(ids)
         tell(request.on_tokens, ids)
 
 

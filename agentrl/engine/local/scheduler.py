@@ -195,7 +195,7 @@ class Scheduler:
         rows, found = self.slots.rows, []
         for request in self.streaming:
             assert request.slot is not None
-            first, count = request.told - len(request.done_ids), int(rows.count[request.slot])
+            first, count = request.streamed - len(request.done_ids), int(rows.count[request.slot])
             if first < count:
                 found.append((request, rows.ids[request.slot, first:count].tolist()))
         return found

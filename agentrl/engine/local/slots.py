@@ -51,7 +51,7 @@ class Request:
     """The weight version of each of `done_ids`."""
     on_tokens: OnTokens | None = None
     """Is given the sampled ids as they come."""
-    told: int = 0
+    streamed: int = 0
     """Number of ids that `on_tokens` was given."""
     matcher: Matcher | None = None
     """Says which tokens its constraint allows; None: all of them."""

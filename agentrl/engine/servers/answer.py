@@ -86,7 +86,7 @@ class Answer:
     """Runs of (weight version, number of ids)."""
     on_tokens: OnTokens | None = None
     """Is given the ids as they come."""
-    told: int = 0
+    streamed: int = 0
     """How many ids it was given."""
     experts: npt.NDArray[np.generic] | None = None
     """What the routers chose for all tokens but the last, as the server told it: of every layer, integers; None: it
@@ -94,8 +94,8 @@ class Answer:
 
     def tell(self, sure: int) -> None:
         """Give `on_tokens` what is new of the first `sure` ids, which stay."""
-        if self.on_tokens is not None and sure > self.told:
-            new, self.told = self.ids[self.told : sure], sure
+        if self.on_tokens is not None and sure > self.streamed:
+            new, self.streamed = self.ids[self.streamed : sure], sure
             tell(self.on_tokens, new)
 
     def begin_anew(self) -> None:

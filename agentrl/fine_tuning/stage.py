@@ -13,7 +13,7 @@ from agentrl.containment.event_loop import Runner
 from agentrl.errors import UserError, describe
 from agentrl.fine_tuning.demonstrations import demonstration
 from agentrl.fine_tuning.lessons import chosen_files, is_stored, open_rows
-from agentrl.fine_tuning.trainer import size_of
+from agentrl.fine_tuning.trainer import is_small
 from agentrl.jsonable import dumps
 from agentrl.models.load import resolve
 from agentrl.plugins.environment import Environment
@@ -30,7 +30,7 @@ SHOWN = 32
 BLOCKS, BLOCK = 64, 1 << 16
 """Of a file of weights that is larger than all of them: how many blocks are read for the key, and their bytes."""
 _TOLD = ("seed", "betas", "max_grad_norm")
-_MODEL = ("path", "device", "checkpointing", "compute")
+_MODEL = ("path", "device", "checkpointing")
 
 
 def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:
@@ -41,11 +41,13 @@ def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:
     """
     style = recipe.start.style if recipe.start is not None else "clean"
     demonstrated = recipe.start is not None and recipe.start.source is None
-    if size_of(recipe) != "small":
+    if not is_small(recipe.model):
         few = {"steps": 100} if demonstrated else {"epochs": 2.0}
         return (SftStage(style=style, batch=16, warmup_steps=10 if demonstrated else None, **few),)
-    optimizer: Literal["adamw", "muon"] = "adamw" if recipe.cluster.used else "muon"
-    return (SftStage(style=style, steps=300, batch=16, warmup_steps=30, optimizer=optimizer),)
+    adapted = recipe.model.lora is not None
+    optimizer: Literal["adamw", "muon"] = "adamw" if adapted or recipe.cluster.used else "muon"
+    rate = 3e-3 if adapted else 1e-3
+    return (SftStage(style=style, steps=300, batch=16, warmup_steps=30, lr=rate, optimizer=optimizer),)
 
 
 def stage_recipe(recipe: Recipe) -> Recipe:
@@ -99,6 +101,8 @@ def _weights(recipe: Recipe) -> Iterator[Json]:
         yield [str(folder), Path(found).parent.name if found else ""]
     if recipe.model.lora is not None and recipe.model.lora.start is not None:
         yield _files(Path(recipe.model.lora.start))
+    if recipe.model.chat_template is not None and Path(recipe.model.chat_template).is_file():
+        yield file_digest(Path(recipe.model.chat_template))
 
 
 def _files(folder: Path) -> Json:

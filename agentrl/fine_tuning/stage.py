@@ -13,7 +13,7 @@ from agentrl.containment.event_loop import Runner
 from agentrl.errors import UserError, describe
 from agentrl.fine_tuning.demonstrations import demonstration
 from agentrl.fine_tuning.lessons import chosen_files, is_stored, open_rows
-from agentrl.fine_tuning.trainer import size_of
+from agentrl.fine_tuning.trainer import is_small
 from agentrl.jsonable import dumps
 from agentrl.models.load import resolve
 from agentrl.plugins.environment import Environment
@@ -31,7 +31,7 @@ BLOCKS, BLOCK = 64, 1 << 16
 """Of a file of weights that is larger than all of them: how many blocks are read for the key, and their bytes."""
 MUON_LR = 0.02  # the usual one
 _TOLD = ("seed", "betas", "max_grad_norm")
-_MODEL = ("path", "device", "checkpointing", "compute")
+_MODEL = ("path", "device", "checkpointing")
 
 
 def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:
@@ -42,11 +42,13 @@ def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:
     """
     style = recipe.start.style if recipe.start is not None else "clean"
     demonstrated = recipe.start is not None and recipe.start.source is None
-    if size_of(recipe) != "small":
+    if not is_small(recipe.model):
         few = {"steps": 100} if demonstrated else {"epochs": 2.0}
         return (SftStage(style=style, batch=16, warmup=10 if demonstrated else None, **few),)
-    muon_lr = None if recipe.cluster.used else MUON_LR
-    return (SftStage(style=style, steps=300, batch=16, warmup=30, muon_lr=muon_lr),)
+    adapted = recipe.model.lora is not None
+    muon_lr = None if adapted or recipe.cluster.used else MUON_LR
+    rate = 3e-3 if adapted else 1e-3
+    return (SftStage(style=style, steps=300, batch=16, warmup=30, lr=rate, muon_lr=muon_lr),)
 
 
 def stage_recipe(recipe: Recipe) -> Recipe:
@@ -100,6 +102,8 @@ def _weights(recipe: Recipe) -> Iterator[Json]:
         yield [str(folder), Path(found).parent.name if found else ""]
     if recipe.model.lora is not None and recipe.model.lora.start is not None:
         yield _files(Path(recipe.model.lora.start))
+    if recipe.model.chat_template is not None and Path(recipe.model.chat_template).is_file():
+        yield file_digest(Path(recipe.model.chat_template))
 
 
 def _files(folder: Path) -> Json:

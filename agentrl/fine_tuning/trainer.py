@@ -30,6 +30,7 @@ from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import AlgorithmSection, LossSection
 from agentrl.recipe.sections.env import EnvSection, RewardsSection
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.section import steps_of
 from agentrl.recipe.sections.sft import SftStage
 from agentrl.rollout.metrics import reward_metrics
@@ -59,8 +60,13 @@ def size_of(recipe: Recipe) -> str:
     """What the recipe trains of `model.path`, as RATES knows it: an adapter, a small model, or a model."""
     if recipe.model.lora is not None:
         return "adapter"
-    shape = read_shape(recipe.model)
-    return "small" if shape is not None and shape.parameters < SMALL else "model"
+    return "small" if is_small(recipe.model) else "model"
+
+
+def is_small(section: ModelSection) -> bool:
+    """Whether a model is known to have less than SMALL parameters."""
+    shape = read_shape(section)
+    return shape is not None and shape.parameters < SMALL
 
 
 class Stage(SftStage):

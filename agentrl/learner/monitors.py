@@ -590,7 +590,7 @@ def not_taken(
         if slow
         else "other conversations: what is said there is learned, and it does not solve the tasks"
     )
-    return f"{', and '.join(why)}. Likely remedy: {remedy}; agentrl show RUN --step 0 prints what the model says"
+    return f"{', and '.join(why)}. Likely remedy: {remedy}"
 
 
 def start_not_taken(history: History) -> str | None:
@@ -602,14 +602,17 @@ def start_not_taken(history: History) -> str | None:
     before, after = _accuracies(row, "start"), _accuracies(row, "eval")
     line = not_taken(int(row.get("start/steps", 0)), (ends[0], ends[1]), before, after)
     if line is not None:
-        return f"the start did not take: {line}"
+        seen = "".join(
+            f"; agentrl show RUN --split {split} --step 0 prints what it says now" for split in list(after)[:1]
+        )
+        return f"the start did not take: {line}{seen}"
     for split in after:
         calls, errors = (row.get(f"eval/{split}/tool_{what}", 0.0) for what in ("calls", "errors"))
         if calls >= 0.5 and errors > 0.5 * calls and after[split] < SOLVED:
             return (
                 f"the start did not take: on {split} {errors / calls:.0%} of the calls end in an error. Likely cause: "
-                "demonstrations whose calls the tools refuse, or too few steps (sft.stages): agentrl show RUN --step 0 "
-                "prints what the model says"
+                "demonstrations whose calls the tools refuse, or too few steps (sft.stages): agentrl show RUN --split "
+                f"{split} --step 0 prints what the model says"
             )
     return None
 

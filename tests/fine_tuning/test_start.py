@@ -189,13 +189,17 @@ def test_a_large_file_is_told_by_blocks_of_it(tmp_path: Path) -> None:
     [
         ({}, [(300, 16, 0.02)]),
         ({"cluster": {"workers": 2}}, [(300, 16, None)]),
-        ({"model": {"lora": {}}}, [(100, 16, None)]),
-        ({"start": {"run": "evals/a"}, "model": {"lora": {}}}, [(None, 16, None)]),
+        ({"model": {"lora": {}}}, [(300, 16, None)]),
+        ({"model": {"path": "large"}}, [(100, 16, None)]),
+        ({"model": {"path": "large"}, "start": {"run": "evals/a"}}, [(None, 16, None)]),
         ({"sft": SMALL["sft"]}, [(3, 2, None)]),
     ],
 )
 def test_the_stages_suit_what_is_trained(changes: dict[str, Any], stages: Sequence[tuple[Any, ...]]) -> None:
     Path("evals/a/trajectories").mkdir(parents=True)
+    config = json.loads((Path(resolve("tiny")) / "config.json").read_text())
+    Path("large").mkdir()
+    Path("large/config.json").write_text(json.dumps({**config, "hidden_size": 4096, "intermediate_size": 16384}))
     found = stage_recipe(recipe(**{"sft": None, **changes})).sft
     assert found is not None
     assert [(stage.steps, stage.batch, stage.muon_lr) for stage in found.stages] == stages

@@ -12,8 +12,8 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from agentrl.errors import UserError
 from agentrl.fine_tuning.new_model import train_tokenizer
 from agentrl.learner.actor import off_policy_of
-from agentrl.models.image_families import family_of
 from agentrl.models import embedded_path
+from agentrl.models.image_families import family_of
 from agentrl.models.load import (
     find_device,
     load_model,

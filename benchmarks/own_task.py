@@ -11,6 +11,7 @@ after, and the minutes of the whole run, evaluations included.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +26,8 @@ DOMAINS = ("domains:OrderDesk", "domains:Library", "domains:UnitConversion")
 RECIPE = {
     "model": {"path": "tiny_tools"},
     "rollout": {
-        "tasks": 16, "n": 8, "max_turns": 6, "max_tool_calls_per_turn": 1, "max_turn_tokens": 96,
-        "max_tool_tokens": 96, "max_tokens": 900,
+        "tasks": 8, "n": 8, "max_turns": 6, "max_tool_calls_per_turn": 1, "max_turn_tokens": 80,
+        "max_tool_tokens": 80, "max_tokens": 800,
     },
     "train": {"lr": 2e-4, "save_every": 0, "threads": 1},
     "eval": {"tasks": 256, "every": 10},
@@ -36,29 +37,19 @@ import sys, agentrl
 from agentrl.recipe.schema import Recipe
 work, recipe, overrides = sys.argv[1], sys.argv[2], sys.argv[3:]
 read = Recipe.load(recipe, overrides)
-agentrl.train(read) if work == "train" else print(agentrl.evaluate(read).splits["test"].accuracy)
+agentrl.train(read) if work == "train" else print(agentrl.evaluate(read, splits=["test"]).splits[0].accuracy)
 """
 
 
 def child(work: str, *arguments: str) -> str:
     """The standard output of a process that trains or evaluates. Ends the benchmark where it fails."""
     command = [sys.executable, "-c", CHILD, work, *arguments]
-    path = str(Path(__file__).parent)
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment(path))
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"{work} {' '.join(arguments)}: {done.stderr[-2000:]}")
     return done.stdout
-
-
-def environment(path: str) -> dict[str, str]:
-    """The environment variables of a child that also imports from `path`."""
-    import os
-
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def curve(env: str, seed: int, recipe: Path, options: argparse.Namespace) -> tuple[list[tuple[int, float]], float]:

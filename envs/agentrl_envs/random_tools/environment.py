@@ -27,7 +27,7 @@ def _task(split: str, index: int, seed: int) -> Task:
 
 
 class RandomTools(Environment):
-    """Requests that take one to three calls each, of tools that no other task has; up to three follow each other.
+    """Requests that take one to three calls each, of tools that no other task has; up to eight follow each other.
 
     source: `generated`, which is all there is. seed: of the training tasks. Rewards: `answer`, 1 where each answer has
     what was asked for, after exactly the changes that were wanted. Tools of the split `test` have no word in common

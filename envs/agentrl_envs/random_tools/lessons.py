@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from agentrl.plugins.types import ArgumentError, Json, Message
@@ -10,7 +11,9 @@ from agentrl_envs.random_tools import words as w
 from agentrl_envs.random_tools.world import Argument, RandomTool, State, Topic, World, json_text
 
 MOST_TOOLS = 6
-PLAIN = 0.25
+DRILLS = 0.3
+"""Share of lessons with many short requests to the same tools: from them it learns which tool is meant."""
+PLAIN = 0.15
 """Share of lessons with one tool, one call and nothing else: from them a model learns soonest that it has to copy."""
 Call = tuple[RandomTool, dict[str, Json]]
 
@@ -129,9 +132,13 @@ class Teacher:
 
     def lesson(self) -> Lesson:
         """A lesson of one of the kinds."""
-        rng = self.rng
-        if rng.random() < PLAIN:
+        rng, form = self.rng, self.rng.random()
+        if form < PLAIN:
             return Lesson(self.tools, [self._request(rng.choice((Teacher.ask, Teacher.act, Teacher.work_out)))])
+        if form < PLAIN + DRILLS:
+            requests = self._drill()
+            rng.shuffle(self.tools)
+            return Lesson(self.tools, requests)
         requests = []
         for _ in range(rng.choices((1, 2, 3), (3, 3, 4))[0]):
             if len(self.tools) < MOST_TOOLS - 1:
@@ -139,6 +146,36 @@ class Teacher:
         self._distract()
         rng.shuffle(self.tools)
         return self._framed(requests)
+
+    def _drill(self) -> list[Request]:
+        """Five to eight short requests to the same few tools, some of which are for the same things."""
+        rng, world, topics = self.rng, self.world, list[Topic]()
+        targets: list[Callable[[], Request]] = []
+        for _ in range(rng.randint(3, MOST_TOOLS)):
+            topic = rng.choice(topics) if topics and rng.random() < 0.5 else world.topic(2)
+            topics.append(topic)
+            if rng.random() < 0.5:
+                attribute = rng.choice(topic.attributes)
+                tool = self._add(world.getter(topic, attribute, False))
+                targets.append(partial(self._short_question, topic, attribute, tool))
+            else:
+                verb, value = world.words.of(w.VERBS, world.used), json_text(rng.choice(w.RESULTS)(rng))
+                result = world.words.of(w.ATTRIBUTES)
+                tool = self._add(world.actor(topic, False, (), verb, {result: value}))
+                targets.append(partial(self._short_order, topic, verb, tool, value))
+        return [rng.choice(targets)() for _ in range(rng.randint(5, 8))]
+
+    def _short_question(self, topic: Topic, attribute: str, tool: RandomTool) -> Request:
+        key = self._some_key(topic)
+        value = json_text(topic.records[key][attribute])
+        text = self._question(topic, attribute, f"{topic.noun} {key}")
+        return Request(text, [(tool, {topic.key: key})], f"It is {value}.", [value], [])
+
+    def _short_order(self, topic: Topic, verb: str, tool: RandomTool, value: str) -> Request:
+        key = self._some_key(topic)
+        given: dict[str, Json] = {topic.key: key}
+        text = self._order(topic, verb, f"{topic.noun} {key}", ())
+        return Request(text, [(tool, given)], f"Done: {value}.", [value], [[tool.name, given]])
 
     def _request(self, kind: Callable[["Teacher"], tuple[str, str, list[str]]]) -> Request:
         self.calls, self.changes = [], []

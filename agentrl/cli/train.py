@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from agentrl.cli.common import ResumedRun, Texts, recipe_and_keys, until_interrupted
+from agentrl.cli.common import ResumedRun, Texts, importing, recipe_and_keys, until_interrupted
 
 
 def train_command(
@@ -53,7 +53,8 @@ def _train(path: str | None, given: list[str], resume: str | None, force: bool, 
 
         if not is_remote(resume):
             RunFolder.existing(resume)
-        from agentrl.training.run import resume_run
+        with importing():
+            from agentrl.training.run import resume_run
 
         result = resume_run(resume, recipe=path, overrides=given, force=force, stored=stored)
     elif force:
@@ -62,7 +63,8 @@ def _train(path: str | None, given: list[str], resume: str | None, force: bool, 
         recipe = load_recipe(own[0], given)
         if not any(key.startswith("output=") for key in given):
             recipe = recipe.changed(output=None)  # its own is the run's
-        from agentrl.fine_tuning.start import train
+        with importing():
+            from agentrl.fine_tuning.start import train
 
         result = train(recipe, name=Path(stored[0]).absolute().name, stored=stored)
     elif path is None and stored:
@@ -74,7 +76,8 @@ def _train(path: str | None, given: list[str], resume: str | None, force: bool, 
         raise UserError("train needs a recipe, such as gsm8k_tool (see `agentrl recipes`), or --resume RUN")
     else:
         recipe = load_recipe(path, given)  # before anything heavy is imported
-        from agentrl.fine_tuning.start import train
+        with importing():
+            from agentrl.fine_tuning.start import train
 
         result = train(recipe, name=recipe_name(path), stored=stored)
     return result.interrupted

@@ -1,11 +1,14 @@
 """`train`: reinforcement learning, after what a recipe's `start` teaches, which is kept for the next such run."""
 
+import gc
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+
+import torch
 
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.disk import write_whole
@@ -60,11 +63,10 @@ def train(
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
     taught = None
     if recipe.start is not None:
-        display = display or Display(recipe.train.steps, name or "run")
         RunFolder.check_free(recipe.output)
         training_files(stored)
         check_run(resolve_types(recipe))  # a mistake in what comes later is told before the stage
-        taught = teach(resolve_types(recipe), display)
+        taught = teach(resolve_types(recipe), display or Display(recipe.train.steps, name or "run"))
     return training.train(recipe, name=name, display=display, stored=stored, taught=taught)
 
 
@@ -87,7 +89,11 @@ def teach(recipe: Recipe, display: Display) -> Taught:
     if there := kept(place):
         display.note(f"start: {recipe.start}: taught already, begins with {place / FOLDER}")
     before = _before(recipe, place, display)
-    return replace(Taught.read(place) if there else _taught(recipe, place, display), before=before)
+    taught = Taught.read(place) if there else _taught(recipe, place, display)
+    gc.collect()  # the run that follows wants the memory
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return replace(taught, before=before)
 
 
 def _taught(recipe: Recipe, place: Path, display: Display) -> Taught:

@@ -56,7 +56,8 @@ class Taught:
     def put_into(self, place: Path) -> "Taught":
         """Put it into a run's folder, by links to the same files where the file system has them."""
         if not (place / FILE).is_file():
-            shutil.copytree(self.folder, place / FOLDER, copy_function=_linked, dirs_exist_ok=True)
+            shutil.rmtree(place / FOLDER, ignore_errors=True)  # of a run that was killed as it put it there
+            shutil.copytree(self.folder, place / FOLDER, copy_function=_linked)
             self.write(place)
         return replace(self, folder=place / FOLDER)
 

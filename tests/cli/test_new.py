@@ -132,7 +132,7 @@ def test_it_can_be_tried(house):
     rows = house.folder / "apples" / "tasks.jsonl"
     out = house.agentrl("try", "apples", "--source", str(rows), "--task", "train-1", "--replies", str(replies))
     assert "error: 1 there" in out
-    assert re.search(r"^ended by env_done after 3 turns and 2 tool calls$", out, re.M)
+    assert re.search(r"^ended by stop after 3 turns and 2 tool calls$", out, re.M)
     assert re.search(r"^solved: no$", out, re.M)
 
 

@@ -1,7 +1,7 @@
 """Three small worlds for `own_task.py`: an order desk, a library, unit conversion.
 
-They stand for tasks of a user's own. No lesson of `tiny_tools` shares a tool's name, an argument's name or a sentence
-with them (tests/environments/test_random_tools.py), and nothing here was changed after that model was trained.
+They stand for tasks of a user's own. No lesson of `random_tools` shares a tool's name, an argument's name or a sentence
+with them (tests/envs/test_random_tools.py), and they were fixed before the first model learned from those lessons.
 """
 
 import json

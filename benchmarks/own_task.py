@@ -1,12 +1,12 @@
-"""A task of one's own, from the shipped model: held-out accuracy by minutes of reinforcement learning.
+"""A task of one's own, from a model that has not seen it: held-out accuracy by minutes of reinforcement learning.
 
     python benchmarks/own_task.py                                  the three worlds of domains.py, three seeds
     python benchmarks/own_task.py --env package.module:Environment --seeds 0
-    python benchmarks/own_task.py --start tiny                     where another model starts; nothing is trained
+    python benchmarks/own_task.py --seeds '' --model runs/tiny_tools/checkpoints/step_4000     where a model starts
 
 Each run is a process of its own with one thread; `--parallel` of them work at a time. Runs stay in `--folder`, and one
-that is there already is not made again. Reported: held-out accuracy of `--start` and of the trained model before and
-after, and the minutes of the whole run, evaluations included.
+that is there already is not made again. Reported: held-out accuracy before and after, and the minutes of the whole run,
+evaluations included.
 """
 
 import argparse
@@ -24,7 +24,6 @@ from rich.table import Table
 
 DOMAINS = ("domains:OrderDesk", "domains:Library", "domains:UnitConversion")
 RECIPE = {
-    "model": {"path": "tiny_tools"},
     "rollout": {
         "tasks": 8, "n": 8, "max_turns": 6, "max_tool_calls_per_turn": 1, "max_turn_tokens": 80,
         "max_tool_tokens": 80, "max_tokens": 800,
@@ -52,6 +51,11 @@ def child(work: str, *arguments: str) -> str:
     return done.stdout
 
 
+def accuracy(env: str, recipe: Path, options: argparse.Namespace) -> float:
+    """Held-out accuracy of the model that is begun with."""
+    return float(child("evaluate", str(recipe), f"env.name={env}", *options.overrides).split()[-1])
+
+
 def curve(env: str, seed: int, recipe: Path, options: argparse.Namespace) -> tuple[list[tuple[int, float]], float]:
     """Held-out accuracy by step, and the minutes that the run took. Trains unless the run is there."""
     run = options.folder / f"{env.replace(':', '.')}_{seed}"
@@ -69,7 +73,7 @@ def curve(env: str, seed: int, recipe: Path, options: argparse.Namespace) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", action="append", help="module:class; may be given several times")
-    parser.add_argument("--start", default="tiny", help="a model that is compared before training")
+    parser.add_argument("--model", default="tiny", help="where it begins, such as what recipes/tiny_tools.yaml makes")
     parser.add_argument("--seeds", default="0,1,2", help="empty: nothing is trained")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--parallel", type=int, default=1)
@@ -81,24 +85,19 @@ def main() -> None:
     recipe.write_text(json.dumps(RECIPE))
     envs, seeds = options.env or DOMAINS, [int(seed) for seed in options.seeds.split(",") if seed]
     table = Table(title=f"held out, before and after {options.steps} steps")
-    for column in ("environment", options.start, "before", "after", "gain", "minutes"):
+    for column in ("environment", "before", "after", "gain", "minutes"):
         table.add_column(column, justify="left" if column == "environment" else "right")
+    options.overrides.append(f"model.path={options.model}")
     with ThreadPoolExecutor(options.parallel) as pool:
-        starts = {
-            env: pool.submit(child, "evaluate", str(recipe), f"env.name={env}", f"model.path={options.start}",
-                             *options.overrides)
-            for env in envs
-        }  # fmt: skip
         runs = {env: [pool.submit(curve, env, seed, recipe, options) for seed in seeds] for env in envs}
-        for env in envs:
-            start = f"{float(starts[env].result().split()[-1]):.1%}"
-            found = [run.result() for run in runs[env]]
-            if not found:
-                table.add_row(env, start, *[""] * 4)
-                continue
+        starts = {} if seeds else {env: pool.submit(accuracy, env, recipe, options) for env in envs}
+        for env, start in starts.items():
+            table.add_row(env, f"{start.result():.1%}", "", "", "")
+        for env, row in runs.items() if seeds else ():
+            found = [run.result() for run in row]
             before, after = ([points[i][1] for points, _ in found] for i in (0, -1))
             table.add_row(
-                env, start, f"{fmean(before):.1%}", ", ".join(f"{value:.1%}" for value in after),
+                env, f"{fmean(before):.1%}", ", ".join(f"{value:.1%}" for value in after),
                 f"{100 * (fmean(after) - fmean(before)):+.1f}", f"{max(minutes for _, minutes in found):.1f}",
             )  # fmt: skip
             for seed, (points, _) in zip(seeds, found, strict=True):

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-EMBEDDED = ("tiny", "tiny_tools", "tiny_vision")
-"""The `model.path` of the embedded models: one that calls a calculator, one that calls any tool, and one that sees."""
+EMBEDDED = ("tiny", "tiny_vision")
+"""The `model.path` of the embedded models: one that reads text, and one that sees."""
 
 LESSONS: Mapping[str, tuple[str, ...]] = {"tiny": ("calculator",), "tiny_vision": ("move", "pick_up")}
 """The tools of which the lessons of an embedded model consist, where it can call no others."""

@@ -243,7 +243,7 @@ def resolve(path: str) -> str:
 
 
 def _embedded() -> str:
-    return f"{', '.join(map(repr, EMBEDDED[:-1]))} or {EMBEDDED[-1]!r}"
+    return " or ".join(map(repr, EMBEDDED))
 
 
 def _base_of(adapter: Path) -> str:

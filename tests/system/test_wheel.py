@@ -36,11 +36,7 @@ def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
     expected |= {name.partition("/")[2] for name in files("tools", "envs")}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
-    assert {
-        "agentrl/py.typed",
-        "agentrl/models/tiny_tools/model.safetensors",
-        "agentrl/scaffold/tool/test.py.tmpl",
-    } <= found
+    assert {"agentrl/py.typed", "agentrl/models/tiny/model.safetensors", "agentrl/scaffold/tool/test.py.tmpl"} <= found
     assert not [name for name in found if "test_" in name or name.startswith("tests")]
 
 

@@ -392,7 +392,8 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
     own = OwnedTask()
 
     async def created() -> "Sequence[Message]":
-        timer, messages = DeadlineTimer(own), []
+        timer = DeadlineTimer(own)
+        messages: list[Message] = []
         wrong: UserError | None = None
         for name, hook in (("create", env.create), ("release", env.release)):
             kwargs = task.create_kwargs if name == "create" else {}

@@ -413,7 +413,7 @@ async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) 
 
     async def created() -> "Sequence[Message]":
         timer = DeadlineTimer(own)
-        messages: Sequence[Message] = ()
+        messages: list[Message] = []
         wrong: UserError | None = None
         for name, hook in (("create", env.create), ("release", env.release)):
             kwargs = task.create_kwargs if name == "create" else {}

@@ -3,7 +3,7 @@
     python own_task.py [STEPS [LESSONS]]
 
 The desk of a library lends books. Members say what they want, and the model writes it into the ledger by calling
-`lend`. The embedded model has never seen this tool: demonstrations teach it first (`agentrl.sft`), in the end careless
+`lend`. The embedded model has never seen this tool: demonstrations teach it first (`start`), in the end careless
 ones, so that it begins imperfect; reinforcement learning (`agentrl.train`) does the rest.
 """
 
@@ -63,7 +63,7 @@ class Library(Environment):
         return {"ledger": float(session.state == wanted)}
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
-        """What `agentrl sft` teaches: a careless clerk forgets the second book now and then."""
+        """What `start` teaches: a careless clerk forgets the second book now and then."""
         said = []
         for number, book in enumerate(task.data["books"]):
             if number and style == "careless" and rng.random() < 0.6:
@@ -91,9 +91,8 @@ def main(steps: int = 10, lessons: int = 60) -> None:
         {"style": "clean", "steps": lessons, "batch": 16, "lr": 2e-3},
         {"style": "careless", "steps": max(1, lessons // 5), "batch": 16, "lr": 1e-3},
     ]
-    recipe = Recipe.model_validate(RECIPE | {"sft": {"stages": stages}})
-    taught = agentrl.sft(recipe)
-    result = agentrl.train(recipe.changed(model={"path": str(taught.folder)}, train={"steps": steps}), name="library")
+    recipe = Recipe.model_validate(RECIPE | {"start": "demonstrations", "sft": {"stages": stages}})
+    result = agentrl.train(recipe.changed(train={"steps": steps}), name="library")
     print(f"held-out accuracy: {result.before['test']:.0%} -> {result.after['test']:.0%}")
 
 

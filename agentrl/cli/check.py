@@ -160,7 +160,8 @@ def _show_tools(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
         shown = tool.schema["function"]["parameters"]
         out.print(f"  {json.dumps(shown, ensure_ascii=False)}", markup=False, soft_wrap=True)
     own_format = recipe.model.chat_template is not None or recipe.model.chat != "auto"
-    if (line := never_seen(recipe.model.path, [tool.name for tool, _ in tools], own_format)) is not None:
+    line = never_seen(recipe.model.path, [tool.name for tool, _ in tools], own_format)
+    if line is not None and recipe.start is None:
         _warn(out, line)
 
 

@@ -24,7 +24,7 @@ def never_seen(path: str, tools: Iterable[str], own_format: bool) -> str | None:
         return None
     return (
         f"the embedded model {path} has never seen {' and '.join(given)}: it learned to call {', '.join(known)} alone. "
-        "Warm-start it on demonstrations (agentrl sft RECIPE --out DIR, then model.path=DIR), or take another model"
+        "Teach it first (start: demonstrations in the recipe, docs/fine_tuning.md), or take another model"
     )
 
 

@@ -113,15 +113,15 @@ class CallCounts:
         return whole >= FEW and 2 * part >= whole
 
 
-WARM_START = "warm-start it on demonstrations (agentrl sft RECIPE --out DIR, then model.path=DIR)"
-UNTAUGHT = f"this model has not learned to call the tools that stand in its prompt: {WARM_START}"
+TEACH = "teach it first (start: demonstrations in the recipe, docs/fine_tuning.md)"
+UNTAUGHT = f"this model has not learned to call the tools that stand in its prompt: {TEACH}"
 UNREAD = (
     "this model does not write calls as its chat template asks for: look at one (agentrl show RUN --unsolved "
-    f"--limit 1), then {WARM_START}"
+    f"--limit 1), then {TEACH}"
 )
 UNCALLED = (
     "the reward may be earned without a tool, or this model does not know how to call one: play a task (agentrl try "
-    f"RECIPE), say in the prompt when to call, or {WARM_START}"
+    f"RECIPE), say in the prompt when to call, or {TEACH}"
 )
 
 

@@ -8,6 +8,7 @@ import functools
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 from garbage import look_again
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 from tiers import FIXTURES, SHARED, TIERS
 from venvs import wait_for_install
 from warm import have_ray_workers
@@ -30,6 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Torch's threads wait for each other by spinning: as many as cores in each of several processes get nothing done."""
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 """Subprocesses and Ray workers import the shared helpers too."""
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))
+"""Processes that tests spawn import these tests by their names; last, so that an installed wheel is what is tested."""
 
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")

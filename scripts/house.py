@@ -27,7 +27,7 @@ MANY = 20
 LIMITS = {
     f"files with more than {MANY} executed lines": 35,
     "lines executed in a step": 3000,
-    "scalar recipe keys": 215,
+    "scalar recipe keys": 240,
     "longest function, lines": 60,
     "`Any` a thousand logical lines": 8,
     "docstrings that begin with `Return`": 0,

@@ -82,7 +82,7 @@ def once(step: int) -> range:
         ("answers_unreceived", {"gateway/calls": 8, "gateway/unreceived": 4}, range(10, 40), 13, r"received 50% of"),
         ("answers_unreceived", {"gateway/calls": 8, "gateway/unreceived": 1}, range(40), None, ""),
         ("tools_unknown", ASTRAY, range(40), 1, r"step 1: 128 of 128 calls name tools that do not exist: calc \(128\); "
-         r"the tasks offer calculator\. .*agentrl sft"),
+         r"the tasks offer calculator\. .*start: demonstrations"),
         ("tools_unknown", ASTRAY | {"calls/unknown": 15, "tool/unknown/calls": 15, "tool/calculator/calls": 17},
          range(40), None, ""),
         ("tools_unknown", ASTRAY | {"calls/unknown": 7, "tool/unknown/calls": 7}, range(40), None, ""),

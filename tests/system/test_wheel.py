@@ -73,7 +73,7 @@ def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
     wheel.extractall(unpacked)
     empty.mkdir()
     small = "train.steps=1 rollout.tasks=2 rollout.n=2 eval.tasks=2 eval.every=0 train.threads=1"
-    said = run(unpacked, empty, f"train gsm8k_tool {small}", "check gsm8k_ppo", "check text_game")
+    said = run(unpacked, empty, f"train gsm8k_tool {small}", "check gsm8k_ppo --recipe", "check text_game --recipe")
     assert (empty / "runs" / "gsm8k_tool-001" / "checkpoints" / "step_1" / "model.safetensors").is_file()
     assert '{"step": 1, ' in (empty / "runs" / "gsm8k_tool-001" / "metrics.jsonl").read_text()
     assert said.endswith("imported: []\n")

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -64,8 +65,10 @@ def measured(name: str, seed: int, folder: Path) -> dict[str, object]:
     done = run.with_suffix(".json")
     if not done.exists():
         recipe, minutes, model = f"recipes/{name}.yaml", 0.0, list[str]()
+        start = folder / f"{name}_{seed}_start"
+        for left in (run, start, Path(f"{start}_run")):  # of a benchmark that was cut off
+            shutil.rmtree(left, ignore_errors=True)
         if "\nsft:" in Path(recipe).read_text():
-            start = folder / f"{name}_{seed}_start"
             minutes = timed("sft", recipe, f"train.seed={seed}", "--out", str(start), f"output={start}_run")
             model = [f"model.path={start}"]
         took = timed("train", recipe, f"train.seed={seed}", f"output={run}", *model)

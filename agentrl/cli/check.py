@@ -65,6 +65,7 @@ def _show_parts(out: "Console", checked: "Recipe", env: "Environment", toolbox: 
     """Print the prompt, tasks, tools and memory. Raises UserError, once all is shown that can be: the tasks or the
     first prompt cannot be read."""
     from agentrl.errors import UserError
+    from agentrl.rollout.hooks import opening_of
 
     first, wrong = None, None
     try:
@@ -74,7 +75,7 @@ def _show_parts(out: "Console", checked: "Recipe", env: "Environment", toolbox: 
     plan = _plan(checked, fetch=first is not None)  # it may fetch the tokenizer that the prompt is rendered with
     try:
         if first is not None:
-            opening = runner.run(_opening(env, first, checked.rollout.timeout, checked.train.seed))
+            opening = runner.run(opening_of(env, first, checked.rollout.timeout, checked.train.seed))
             _show_prompt(out, checked, opening, env, toolbox, first)
     except UserError as error:
         wrong = error
@@ -397,42 +398,6 @@ def _show_prompt(
     text, note = _rendered(recipe, messages, schemas)
     out.print(text, markup=False, soft_wrap=True)
     out.print(note, style="dim", markup=False, soft_wrap=True)
-
-
-async def _opening(env: "Environment", task: "Task", seconds: float, seed: int) -> "Sequence[Message]":
-    """The opening messages of a task, as a rollout would have them. Raises UserError."""
-    from random import Random
-    from time import monotonic
-
-    from agentrl.containment.deadline import DeadlineTimer, OwnedTask
-    from agentrl.errors import UserError, contained, describe
-    from agentrl.plugins.types import Session
-    from agentrl.rollout.hooks import checked_messages
-
-    session = Session(f"check/{task.id}", task, Random(seed), monotonic() + seconds)
-    own = OwnedTask()
-
-    async def created() -> "Sequence[Message]":
-        timer = DeadlineTimer(own)
-        messages: list[Message] = []
-        wrong: UserError | None = None
-        for name, hook in (("create", env.create), ("release", env.release)):
-            kwargs = task.create_kwargs if name == "create" else {}
-            try:
-                given = await timer.wait(hook(session, **kwargs), monotonic() + seconds)
-                messages = checked_messages(given, "opening messages") if name == "create" else messages
-            except BaseException as error:  # noqa: BLE001 - boundary: an environment may raise anything
-                why = describe(contained(error))
-                wrong = wrong or UserError(f"environment {env.name!r}: {name} of task {task.id}: {why}")
-        timer.close()
-        if wrong is not None:
-            raise wrong
-        return messages
-
-    found = await own.run(created(), 2 * seconds, 1.0)
-    if not found.done():
-        raise UserError(f"environment {env.name!r}: create() of task {task.id} ignores its cancellation")
-    return found.result()
 
 
 def _plain(content: object) -> str:

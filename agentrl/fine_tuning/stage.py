@@ -5,23 +5,22 @@ import inspect
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
-from time import monotonic
 from typing import Any
 
 from agentrl import __version__
 from agentrl.containment.event_loop import Runner
-from agentrl.errors import UserError, describe
-from agentrl.fine_tuning.demonstrations import demonstration
+from agentrl.errors import UserError
+from agentrl.fine_tuning.demonstrations import OPENING_SECONDS, demonstration
 from agentrl.fine_tuning.lessons import chosen_files, is_stored, open_rows
 from agentrl.fine_tuning.trainer import is_small
 from agentrl.jsonable import dumps
 from agentrl.models.load import resolve
-from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import load, make_environment, tasks_of
-from agentrl.plugins.types import Json, Session, Task
+from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.sft import SftSection, SftStage
 from agentrl.recipe.sections.track import ProfileSection
+from agentrl.rollout.hooks import opening_of
 
 TASKS = 2000
 """Tasks that are looked at for the key, evenly spread."""
@@ -162,7 +161,7 @@ def _demonstrations(stage: Recipe, section: SftSection) -> Iterator[Json]:
             yield len(tasks)
             yield [[task.id, dict(task.data)] for task in _spread(tasks, TASKS)]
             for task in _spread(tasks, SHOWN):
-                yield [dict(message) for message in runner.run(_opening(env, task))]
+                yield [dict(message) for message in runner.run(opening_of(env, task, OPENING_SECONDS, 0))]
                 yield [[dict(m) for m in demonstration(env, task, Random(0), one.style)] for one in section.stages]
             yield [tool.schema for tool in env.tools()]
         finally:
@@ -172,16 +171,3 @@ def _demonstrations(stage: Recipe, section: SftSection) -> Iterator[Json]:
 def _spread(tasks: Any, count: int) -> Iterable[Task]:
     count = min(count, len(tasks))
     return (tasks[number * len(tasks) // count] for number in range(count))
-
-
-async def _opening(env: Environment, task: Task) -> Any:
-    session = Session(f"start/{task.id}", task, Random(0), monotonic() + 60)
-    try:
-        opening = list(await env.create(session, **task.create_kwargs))
-        await env.release(session)
-    except UserError:
-        raise
-    except Exception as error:  # the boundary: an environment may raise anything
-        why = describe(error, place=False)
-        raise UserError(f"environment {env.name!r}: create of task {task.id!r} failed: {why}") from error
-    return opening

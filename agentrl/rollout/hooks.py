@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from agentrl.containment.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
-from agentrl.errors import PlainError, contained, describe
+from agentrl.errors import PlainError, UserError, contained, describe
 from agentrl.plugins.environment import Environment, declared_parts
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Message, Session, ToolKwargs
+from agentrl.plugins.types import Message, Session, Task, ToolKwargs
 from agentrl.rollout.conversation import nth
 from agentrl.rollout.request import AsyncRolloutRequest, Created
 from agentrl.trajectory import STEP, Boundary
@@ -196,3 +196,34 @@ def _release_error(request: AsyncRolloutRequest, name: str, what: str) -> None:
     line = f"{name}.release: {what}"
     request.extra.setdefault("release_errors", []).append(line)
     _log.warning("%s: %s", request.id, line)
+
+
+async def opening_of(env: Environment, task: Task, seconds: float, seed: int) -> list[Message]:
+    """The opening messages of a task outside of any rollout, as one would have them: `create`, then `release`.
+
+    seconds: the deadline of each hook. Raises UserError: what a hook raised, or that it ignores its cancellation.
+    """
+    session = Session(f"opening/{task.id}", task, random.Random(seed), time.monotonic() + seconds)
+    own = OwnedTask()
+
+    async def created() -> list[Message]:
+        timer = DeadlineTimer(own)
+        messages: list[Message] = []
+        wrong: UserError | None = None
+        for name, hook in (("create", env.create), ("release", env.release)):
+            kwargs = task.create_kwargs if name == "create" else {}
+            try:
+                given = await timer.wait(hook(session, **kwargs), time.monotonic() + seconds)
+                messages = checked_messages(given, "opening messages") if name == "create" else messages
+            except BaseException as error:  # noqa: BLE001 - boundary: an environment may raise anything
+                why = describe(contained(error))
+                wrong = wrong or UserError(f"environment {env.name!r}: {name} of task {task.id}: {why}")
+        timer.close()
+        if wrong is not None:
+            raise wrong
+        return messages
+
+    found = await own.run(created(), 2 * seconds, 1.0)
+    if not found.done():
+        raise UserError(f"environment {env.name!r}: create() of task {task.id} ignores its cancellation")
+    return found.result()

@@ -1,5 +1,6 @@
 """What a recipe's `start` teaches: kept, gone on with, begun with, told; and what it is kept under."""
 
+import importlib
 import json
 import re
 import shutil
@@ -224,6 +225,23 @@ def test_a_mistake_is_one_line(given: str, words: str, capsys: pytest.CaptureFix
     for command in ("check", "train"):
         assert words in refused(capsys, command, "recipe.yaml", given)
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("wrong", ["raise SystemExit(3)", "await asyncio.sleep(60)"])
+def test_an_environment_that_exits_or_hangs_in_its_opening_is_one_line_and_released(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("agentrl.fine_tuning.stage.OPENING_SECONDS", 0.2)
+    name = f"opening_{len(wrong)}"
+    (tmp_path / f"{name}.py").write_text(
+        "import asyncio\nfrom agentrl_envs.gsm8k.environment import Gsm8k\nreleased = []\n\n\n"
+        f"class Wrong(Gsm8k):\n    async def create(self, session, **kwargs):\n        {wrong}\n\n"
+        "    async def release(self, session, **kwargs):\n        released.append(session.task.id)\n"
+    )
+    with pytest.raises(UserError, match="create of task train-0"):
+        stage_key(recipe(env={"name": f"{name}:Wrong"}))
+    assert importlib.import_module(name).released == ["train-0"]
 
 
 def test_check_says_what_would_be_taught(capsys: pytest.CaptureFixture[str]) -> None:

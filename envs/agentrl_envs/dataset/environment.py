@@ -40,7 +40,7 @@ class Dataset(Environment):
     """
 
     name = "dataset"
-    example = MappingProxyType({"source": "agentrl_envs.dataset.example:rows"})
+    example = MappingProxyType({"source": "agentrl_envs.dataset.tasks:example_rows"})
 
     def __init__(
         self,

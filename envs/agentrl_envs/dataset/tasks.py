@@ -168,3 +168,15 @@ def _row_tools(row: Row, kwargs: Mapping[str, ToolKwargs], where: str) -> tuple[
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise UserError(f"{where}, field 'tools': expected a list of names of tools, got {named!r:.60}")
     return tuple(named)
+
+
+EXAMPLE = {
+    "train": (("What is 12 * 7?", "84"), ("Which is larger, 0.9 or 0.11?", "0.9")),
+    "test": (("What is 15 - 8?", "7"),),
+}
+"""A few rows, by which `agentrl try dataset` shows what the environment does with data: prompts, and what is right."""
+
+
+def example_rows(split: str) -> list[dict[str, str]]:
+    """The rows of `EXAMPLE` in `train` or `test`."""
+    return [{"prompt": prompt, "answer": answer} for prompt, answer in EXAMPLE[split]]

@@ -42,9 +42,22 @@ class UserError(PlainError):
     """Bad input: a recipe, a data row, a plugin or a folder. The command line prints one line and exits with 2."""
 
 
+class ArgumentError(Exception):
+    """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
+
+
 class InfrastructureError(PlainError):
     """A plugin cannot do its work for reasons that are not the model's: a server is down, a sandbox is lost. The
     request becomes FAILED, and is tried again; the model is told nothing."""
+
+
+class WorkspaceError(InfrastructureError):
+    """A workspace is gone, does not answer, or cannot be had: the machinery's fault."""
+
+
+class PathError(ArgumentError):
+    """A path in a workspace that is not there, is of another kind, or may not be read or written: one line for the
+    model."""
 
 
 class StateChangedError(PlainError):

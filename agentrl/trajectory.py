@@ -55,6 +55,8 @@ class Boundary(StrEnum):
     """A reward function."""
     AGENT = "agent"
     """An agent that holds the conversation in place of the built-in driver."""
+    WORKSPACE = "workspace"
+    """What provides workspaces."""
     ENGINE = "engine"
     """The engine."""
     INFRASTRUCTURE = "infrastructure"

@@ -9,6 +9,8 @@ from typing import overload
 from agentrl.errors import UserError
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, RewardParts, Session, Task
+from agentrl.workspace.provider import WorkspaceSpec
+from agentrl.workspace.workspace import Workspace
 
 VALIDATION = ("validation", "valid", "val", "dev")
 
@@ -43,9 +45,18 @@ class Environment(ABC):
         Raises UserError (file, line, field) for a row that cannot be used.
         """
 
+    def workspace_spec(self, task: Task, spec: WorkspaceSpec) -> WorkspaceSpec:
+        """What the workspaces of a task are opened from, where `workspace.provider` is set. spec: the recipe's, which
+        is also the default."""
+        return spec
+
+    async def prepare(self, task: Task, workspace: Workspace) -> None:  # noqa: B027 - a hook with a default
+        """Bring a workspace into the state that a task begins in, once for all samples of a task that run together:
+        each starts from a snapshot of it. Tests and solutions do not belong there."""
+
     @abstractmethod
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
-        """The opening messages, once a request, before the first token."""
+        """The opening messages, once a request, before the first token. `session.workspace` is prepared."""
 
     def images(self, task: Task) -> Sequence[object]:
         """The images of a task's opening that may turn out to be broken, as those of data: they are decoded
@@ -65,7 +76,8 @@ class Environment(ABC):
 
     @abstractmethod
     async def calc_reward(self, session: Session, **kwargs: Json) -> float | RewardParts:
-        """The reward, or its named parts, once, after the last token. A part `seats`, itself a mapping, holds
+        """The reward, or its named parts, once, after the last token, when the processes in `session.workspace` have
+        been ended: see `agentrl.workspace.grading`. A part `seats`, itself a mapping, holds
         the rewards of seats that an agent called for (`X-Agentrl-Role`), a number each, apart from the sum."""
 
     async def release(self, session: Session, **kwargs: Json) -> None:  # noqa: B027 - a hook with a default

@@ -5,12 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict
 
+from agentrl.errors import ArgumentError as ArgumentError
 from agentrl.errors import InfrastructureError as InfrastructureError
 from agentrl.jsonable import Json as Json
-
-
-class ArgumentError(Exception):
-    """The model's arguments are wrong. The text goes back to the model, which may try again; it is counted."""
+from agentrl.workspace.workspace import Workspace
 
 
 Content: TypeAlias = str | list[dict[str, Json]]
@@ -113,6 +111,8 @@ class Session:
     messages: Sequence[Message] = ()
     state: Any = None
     environment: "Session | None" = None
+    workspace: Workspace | None = None
+    """Files and processes of the request, where `workspace.provider` is set."""
     outcome: Any = None
     """What an agent came to (an `agentrl.plugins.agent.Outcome`), from its end on; None under the built-in driver."""
 

@@ -16,7 +16,7 @@ ROOMS = (
     "testing", "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo",
     "models",
     "plugins", "cluster", "recipe", "scaffold", "constraint", "images", "remote", "terminal", "http_server",
-    "containment", "jsonable", "errors", "secrets",
+    "workspace", "containment", "jsonable", "errors", "secrets",
 )  # fmt: skip
 """From the top; a room imports itself and what lies below it, nothing else."""
 

@@ -10,7 +10,6 @@ from agentrl.errors import InfrastructureError as InfrastructureError
 from agentrl.jsonable import Json as Json
 from agentrl.workspace.workspace import Workspace
 
-
 Content: TypeAlias = str | list[dict[str, Json]]
 """What a message says: text, or parts of the Chat Completions API where there are images."""
 

@@ -450,7 +450,9 @@ def main() -> None:
     state = config["state"]
     try:
         if config["uid"] is not None:
-            staged = stage([["--bind", state, state], *config["binds"], *config["waiter"]], next(filter(os.path.isdir, _STAGES)))
+            staged = stage(
+                [["--bind", state, state], *config["binds"], *config["waiter"]], next(filter(os.path.isdir, _STAGES))
+            )
             state, staged = staged[0][1], staged[1:]
             config["binds"], config["waiter"] = staged[: len(config["binds"])], staged[len(config["binds"]) :]
             os.setgroups([])

@@ -77,7 +77,7 @@ class Guard:
 
     def why(self, path: str, file: FileKind, kind: ChangeKind) -> str:
         """The kind of tampering; empty: none. Content is not looked at."""
-        if self.guarded(path) or (file is not FileKind.FOLDER or kind is ChangeKind.DELETED) and self.above(path):
+        if self.guarded(path) or ((file is not FileKind.FOLDER or kind is ChangeKind.DELETED) and self.above(path)):
             return "protected"
         if any(fnmatchcase(path, pattern) for pattern in self._protection.allowed):
             return ""
@@ -151,7 +151,9 @@ def _filtered(
     tar: bytes, guard: Guard, kinds: dict[str, ChangeKind], limit: Protection
 ) -> tuple[bytes, tuple[str, ...], dict[str, str]]:
     """A tar of what may be taken, its paths, and what was left by path. Raises PathError beyond the limits."""
-    buffer, taken, left, size = io.BytesIO(), [], dict[str, str](), 0
+    buffer, size = io.BytesIO(), 0
+    taken: list[str] = []
+    left: dict[str, str] = {}
     with tarfile.open(fileobj=io.BytesIO(tar)) as source, tarfile.open(fileobj=buffer, mode="w") as target:
         for member in source:
             path = "/" + posixpath.normpath(member.name).lstrip("/")

@@ -6,10 +6,12 @@ What the machinery does wrong raises WorkspaceError; all else is in the `Grade`.
 """
 
 import io
+import json
+import math
 import posixpath
 import shlex
 import tarfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -40,8 +42,8 @@ class Grade:
     """Of the tests; -1 where they were not run."""
     output: str = ""
     """What they printed."""
-    rewards: Mapping[str, str] = field(default_factory=dict)
-    """Text of the reward files by path; those that the tests did not write are missing."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What the tests wrote; a number alone is called `reward`. Empty where there is a fault."""
     captured: tuple[str, ...] = ()
     """Paths that were taken from the agent."""
     tampering: tuple[str, ...] = ()
@@ -133,16 +135,31 @@ async def _checked(workspace: Workspace, grading: Grading, outcome: bytes = b"")
 
 
 async def _with_rewards(fresh: Workspace, grading: Grading, grade_: Grade) -> Grade:
-    rewards = {}
     for path in grading.rewards:
         try:
             found = await fresh.listing(path, depth=0)
-            if found[0].kind is not FileKind.FILE or found[0].size > _REWARD_SIZE:
-                return replace(grade_, fault=f"{path} is no file of at most {_REWARD_SIZE} bytes")
-            rewards[path] = (await fresh.read(path, limit=_REWARD_SIZE)).decode(errors="replace")
+            if found[0].kind is not FileKind.FILE:
+                raise ValueError(f"is a {found[0].kind} instead of a file")
+            return replace(grade_, rewards=_numbers(await fresh.read(path, limit=_REWARD_SIZE)))
         except PathError:
             continue
-    return replace(grade_, rewards=rewards, fault="" if rewards else "the tests wrote no reward")
+        except ValueError as error:
+            return replace(grade_, fault=f"{path}: {error}")
+    return replace(grade_, fault="the tests wrote no reward")
+
+
+def _numbers(text: bytes) -> dict[str, float]:
+    """Finite numbers of a reward file: one, or several by name as JSON. Raises ValueError."""
+    try:
+        numbers = {"reward": float(text)}
+    except ValueError:
+        value = json.loads(text)
+        if not isinstance(value, dict) or not all(isinstance(number, int | float) for number in value.values()):
+            raise ValueError(f"holds {text[:60]!r}, which is neither a number nor numbers by name") from None
+        numbers = {name: float(number) for name, number in value.items()}
+    if not all(math.isfinite(number) for number in numbers.values()):
+        raise ValueError(f"holds {text[:60]!r}, which is not finite")
+    return numbers
 
 
 async def _exec(workspace: Workspace, script: str, grading: Grading) -> ExecResult:

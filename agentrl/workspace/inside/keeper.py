@@ -343,11 +343,11 @@ class Keeper:
         while True:
             now = time.monotonic()
             pause = max(0.0, look - now) if self.bwrap else None
-            readable = select.select([self.channel, wake], [], [], pause)[0]
+            readable = select.select([self.channel.fileno(), wake], [], [], pause)[0]
             if wake in readable:
                 os.read(wake, 4096)
                 self.reap()
-            if self.channel in readable:
+            if self.channel.fileno() in readable:
                 data, fds, _, _ = socket.recv_fds(self.channel, _MESSAGE, _MOST_FDS)
                 if not data:
                     return

@@ -1,20 +1,23 @@
-"""Agents that cheat: each earns 0, and what it left is counted by name; its honest twin earns 1, and nothing is counted."""
+"""Agents that cheat: each earns 0, and what it left is counted by name; its honest twin earns 1, uncounted."""
 
 from collections.abc import AsyncIterator
 
 import pytest
 from agentrl_tools.workspaces.bwrap import BwrapProvider
-from cheats import ANSWER, CHEATS, PROGRAM, Cheat
+from cheats import ANSWER, AT_GRADING, CHEATS, PROGRAM, Cheat
+from paths import ROOT
 
 from agentrl.workspace.archive import packed
-from agentrl.workspace.grading import CLEAN, REWARDS, RUN, Grade, Grading, grade
 from agentrl.workspace.capture import Protection
+from agentrl.workspace.grading import REWARDS, RUN, Grade, Grading, grade
 from agentrl.workspace.provider import WorkspaceLimits, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import MIB, PathError, Snapshot, Workspace
 
 WORK = "/home/user/work"
 PROVIDERS = {"bwrap": BwrapProvider}
-EXAMPLE = b"import unittest\nclass Example(unittest.TestCase):\n    def test(self):\n        int(open('answer.txt').read())\n"
+EXAMPLE = (
+    b"import unittest\nclass Example(unittest.TestCase):\n    def test(self):\n        int(open('answer.txt').read())\n"
+)
 HIDDEN = b"""import json, unittest
 class Hidden(unittest.TestCase):
     def test(self):
@@ -131,3 +134,16 @@ async def test_a_wrong_solution_earns_nothing_and_is_no_cheat(
     wrong = await graded(provider, task, solution.replace("ERROR", "fine").replace("sum(", "max("))
     assert (wrong.rewards, wrong.tampering) == ({"reward": 0.0}, ()), wrong
     assert wrong.output == "" or "AssertionError" in wrong.output
+
+
+def test_the_manual_lists_every_cheat() -> None:
+    text = (ROOT / "docs/internals/grading.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    listed = {row[0]: row for row in rows if len(row) == 4}
+    for cheat in CHEATS:
+        _, runner, counted, pays = listed[cheat.name]
+        assert runner == ("the grader" if cheat in AT_GRADING else "the agent")
+        assert not cheat.counted or counted == cheat.counted
+        assert (pays == "yes") == cheat.fools

@@ -50,10 +50,13 @@ def launch_config(
     }  # fmt: skip
 
 
-def isolation(memory_files: Mapping[str, int]) -> list[str]:
-    """Options for namespaces of its own, no capabilities, and file systems in memory: bytes by place."""
-    arguments = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
-    arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--as-pid-1"]
+def isolation(memory_files: Mapping[str, int], *, network: bool = False, init: bool = False) -> list[str]:
+    """Options for namespaces of its own, no capabilities, and file systems in memory: bytes by place. network: leave
+    it the machine's. init: let bubblewrap be process 1, which reaps, instead of the program."""
+    arguments = ["--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-uts"]
+    arguments += [] if network else ["--unshare-net"]
+    arguments += ["--unshare-cgroup-try", "--die-with-parent", "--new-session"]
+    arguments += [] if init else ["--as-pid-1"]
     arguments += ["--uid", str(SANDBOX_USER), "--gid", str(SANDBOX_USER), "--hostname", "sandbox"]
     arguments += ["--cap-drop", "ALL", "--proc", "/proc", *_covers(), "--dev", "/dev"]
     for place, size in memory_files.items():

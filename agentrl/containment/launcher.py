@@ -26,26 +26,28 @@ _FILTER, _PASSWD, _GROUP = 4, 5, 6  # descriptors of bubblewrap; 3 is the sessio
 _PARENT_SECONDS = 2.0
 _END_SECONDS = 5.0
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> None:
+def check(result: int, what: str) -> None:
+    """Raise OSError with what the kernel said, where a call of the C library failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
-def _mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """Mount, as the system call does. Raises OSError."""
     arguments = (source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
-    _check(_libc.mount(*arguments), f"mount {target}")
+    check(libc.mount(*arguments), f"mount {target}")
 
 
 def stage(binds: list[list[str]]) -> list[list[str]]:
     """The binds, with sources that anybody may reach, in a mount namespace of our own."""
-    _check(_libc.unshare(_NEW_MOUNTS), "unshare")
-    _mount("none", "/", "", _MS_REC | _MS_PRIVATE)
+    check(libc.unshare(_NEW_MOUNTS), "unshare")
+    mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     handles = [os.open(source, os.O_PATH) for _, source, _ in binds]
     folders = [os.path.isdir(source) for _, source, _ in binds]
-    _mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=1m")
+    mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=1m")
     staged = []
     for n, (handle, folder) in enumerate(zip(handles, folders, strict=True)):
         place = f"{_STAGE}/{n}"
@@ -53,7 +55,7 @@ def stage(binds: list[list[str]]) -> list[list[str]]:
             os.mkdir(place)
         else:
             os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
-        _mount(f"/proc/self/fd/{handle}", place, "", _MS_BIND | _MS_REC)
+        mount(f"/proc/self/fd/{handle}", place, "", _MS_BIND | _MS_REC)
         os.close(handle)
         staged.append([binds[n][0], place, binds[n][2]])
     return staged
@@ -95,9 +97,9 @@ def enter(config: dict[str, Any], words: list[str]) -> None:
 
 def _become(config: dict[str, Any], streams: list[int]) -> None:
     """Give this process the descriptors that bubblewrap has, `streams` as the first four, and its user."""
-    _be_first_to_go()
-    filled = [_pipe_with(bytes.fromhex(config["filter"])), _pipe_with(config["passwd"].encode())]
-    filled.append(_pipe_with(config["group"].encode()))
+    be_first_to_go()
+    filled = [pipe_with(bytes.fromhex(config["filter"])), pipe_with(config["passwd"].encode())]
+    filled.append(pipe_with(config["group"].encode()))
     high = [os.dup2(fd, 100 + n) for n, fd in enumerate([*streams, *filled])]
     for place, fd in enumerate(high):
         os.dup2(fd, place)
@@ -111,7 +113,8 @@ def _become(config: dict[str, Any], streams: list[int]) -> None:
         os.setresuid(config["uid"], config["uid"], config["uid"])
 
 
-def _be_first_to_go() -> None:
+def be_first_to_go() -> None:
+    """Have the kernel end this process and its children first where memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
@@ -119,9 +122,10 @@ def _be_first_to_go() -> None:
         pass  # a kernel without it
 
 
-def _pipe_with(data: bytes) -> int:
+def pipe_with(data: bytes) -> int:
+    """A pipe's reading end, which holds `data`: far less than a pipe holds."""
     read, write = os.pipe()
-    os.write(write, data)  # far less than a pipe holds
+    os.write(write, data)
     os.close(write)
     return read
 
@@ -199,7 +203,7 @@ def main() -> None:
             sys.exit(f"launcher: {error}")
     control = socket.socket(fileno=config["socket"])
     control.set_inheritable(False)
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         serve(config, control)
     except OSError as error:

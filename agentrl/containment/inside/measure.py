@@ -18,6 +18,8 @@ _MAPPING, _MOST_MAPPINGS = 2048, 65530  # bytes of one that is shared, which has
 _LISTED = 1 << 19  # bytes of the list of mappings that are read: of some thousands
 _DEAD = (b"Z", b"X")
 _WRITABLE = ("/tmp", "/dev/shm", "/run")
+proc = "/proc"
+"""Where the processes are seen: a keeper outside of a sandbox sets the place at which it sees those inside."""
 
 
 def confine(limits: dict[str, int]) -> None:
@@ -51,10 +53,10 @@ def proportional_memory() -> int:
     total = 0
     for pid in _holders():
         try:
-            total += _sum_of(f"/proc/{pid}/smaps_rollup", b"Pss:")
+            total += _sum_of(f"{proc}/{pid}/smaps_rollup", b"Pss:")
         except PermissionError:
             with contextlib.suppress(OSError):
-                total += _sum_of(f"/proc/{pid}/status", b"VmRSS:")
+                total += _sum_of(f"{proc}/{pid}/status", b"VmRSS:")
         except OSError:
             continue  # it ended
     return total
@@ -67,7 +69,7 @@ def kernel_memory(per_socket: int, descriptors: int, enough: int) -> int:
     total = quick_memory(per_socket)
     for table, count in _streams().items():
         if count and total <= enough:  # the table takes milliseconds
-            with open(f"/proc/net/{table}", "rb") as lines:
+            with open(f"{proc}/1/net/{table}", "rb") as lines:
                 next(lines)
                 total += 2 * sum(sum(int(queue, 16) for queue in line.split(None, 5)[4].split(b":")) for line in lines)
     for pid in _holders() if total <= enough else ():
@@ -92,7 +94,7 @@ def page_tables() -> int:
     total = 0
     for pid in _holders():
         with contextlib.suppress(OSError):  # it ended
-            total += _sum_of(f"/proc/{pid}/status", b"VmPTE:")
+            total += _sum_of(f"{proc}/{pid}/status", b"VmPTE:")
     return total
 
 
@@ -103,7 +105,7 @@ def _streams() -> dict[str, int]:
 def _in_use(stat: str, name: bytes) -> int:
     """How many sockets of a kind there are in this network; none where the kernel lacks the kind."""
     try:
-        with open(f"/proc/net/{stat}", "rb", 0) as file:
+        with open(f"{proc}/1/net/{stat}", "rb", 0) as file:
             return next((int(line.split()[2]) for line in file.read(4096).splitlines() if line.startswith(name)), 0)
     except FileNotFoundError:
         return 0
@@ -113,12 +115,12 @@ def _held(pid: int, descriptors: int) -> int:
     """Bytes for one process: mappings, and each descriptor as half of a full pipe; of a process that hides them,
     as many as there may be. One that is about to end holds nothing, and hides it."""
     try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
+        with open(f"{proc}/{pid}/maps", "rb") as file:
             listed = file.read(_LISTED)
         mappings = listed.count(b"\n") if len(listed) < _LISTED else _MOST_MAPPINGS
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        descriptors = len(os.listdir(f"{proc}/{pid}/fd"))
     except PermissionError:
-        if not _sum_of(f"/proc/{pid}/status", b"VmPTE:"):
+        if not _sum_of(f"{proc}/{pid}/status", b"VmPTE:"):
             return 0
         mappings = _MOST_MAPPINGS
     return _MAPPING * mappings + _HALF_A_PIPE * descriptors
@@ -136,7 +138,7 @@ def files() -> int:
 
 def pids() -> list[int]:
     """All but process 1."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+    return [int(name) for name in os.listdir(proc) if name.isdigit() and name != "1"]
 
 
 def alive(pid: int) -> bool:
@@ -159,7 +161,7 @@ def _running_thread(pid: int, fields: list[bytes]) -> int:
     if int(fields[17]) < 2:
         return 0
     with contextlib.suppress(OSError):
-        for thread in map(int, os.listdir(f"/proc/{pid}/task")):
+        for thread in map(int, os.listdir(f"{proc}/{pid}/task")):
             if (found := _stat(thread)) and found[0] not in _DEAD:
                 return thread
     return 0
@@ -168,7 +170,7 @@ def _running_thread(pid: int, fields: list[bytes]) -> int:
 def _stat(pid: int) -> list[bytes]:
     """The fields of /proc/PID/stat from the state on; none where it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb", 0) as file:
+        with open(f"{proc}/{pid}/stat", "rb", 0) as file:
             return file.read(1024).rpartition(b")")[2].split()
     except OSError:
         return []

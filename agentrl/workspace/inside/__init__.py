@@ -1,0 +1,1 @@
+"""Modules that keep workspaces: scripts of the standard library, run apart from the trainer."""

@@ -6,7 +6,6 @@ a marker, too, for a command that was interrupted. What is typed never holds a m
 not taken for one. Works in bash, dash and busybox.
 """
 
-import asyncio
 import re
 import secrets
 import time
@@ -19,8 +18,8 @@ from agentrl_tools.screen import Output
 
 FLOOD = 64 << 20
 """Bytes of output after which a command is interrupted."""
-_START = 10.0  # seconds for a shell to come up, or to come back after an interrupt
-_BACK = 3.0
+_START = 10.0  # seconds for a shell to come up
+_PROMPT, _BACK = 0.3, 1.5  # after an interrupt: for a prompt, and for the answer to a probe
 _LINE = 2000  # characters typed in a line: a terminal takes 4096
 _MARKER = 64  # bytes of a marker, at most
 _QUIET = 0.5  # seconds without output after which it is asked what the program does
@@ -31,9 +30,9 @@ _SETUP = (
 )
 _TYPED = (
     "__a=$(printf '%b.' \"$__a\");PS2=;PS1='\x1b]{nonce};$?\x07';__b='\\033]%s;%s\\007';"
-    "{{ printf \"$__b\" {nonce} S >/dev/tty;}} 2>/dev/null||printf \"$__b\" {nonce} S;"
-    "(exit $__s) 2>/dev/null;command eval \"${{__a%.}}\";__s=$?;"
-    "{{ printf \"$__b\" {nonce} $__s >/dev/tty;}} 2>/dev/null||printf \"$__b\" {nonce} $__s\n"
+    '{{ printf "$__b" {nonce} S >/dev/tty;}} 2>/dev/null||printf "$__b" {nonce} S;'
+    '(exit $__s) 2>/dev/null;command eval "${{__a%.}}";__s=$?;'
+    '{{ printf "$__b" {nonce} $__s >/dev/tty;}} 2>/dev/null||printf "$__b" {nonce} $__s\n'
 )
 _PROBE = "__s=130;stty sane -echo 2>/dev/null;printf '\\033]%s;%s\\007' {nonce} 130 >/dev/tty\n"
 _ESCAPED = re.compile(rb"[^ -&(-\[\]-~]")
@@ -54,6 +53,11 @@ for folder in /proc/[0-9]*; do
   esac
 done
 echo $said
+"""
+
+_KILL = r"""
+at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }
+set -- $(at $1); [ "$6" -gt 1 ] && [ "$6" != "$3" ] && kill -9 -$6
 """
 
 
@@ -169,7 +173,7 @@ class Shell:
         begun = quiet_since = time.monotonic()
         quiet = _QUIET
         while True:
-            if (code := self._taken(output)) is not None:
+            if (code := self._taken(output, self._nonce)) is not None:
                 self.running = False
                 return self._told(Ending.DONE, output, code)
             left = begun + self._seconds - time.monotonic()
@@ -190,9 +194,9 @@ class Shell:
                     return self._told(Ending.WAITING, output)
                 quiet *= 3
 
-    def _taken(self, output: Output) -> int | None:
+    def _taken(self, output: Output, nonce: str) -> int | None:
         """Move what has come to `output`, up to the marker of the end; the exit code where that has come."""
-        end = _marker(self._nonce, rb"\d{1,3}").search(self._pending)
+        end = _marker(nonce, rb"\d{1,3}").search(self._pending)
         if end:
             upto, after = end.span()
         else:
@@ -202,21 +206,32 @@ class Shell:
         return int(end[1]) if end else None
 
     async def _interrupted(self, terminal: Terminal, output: Output, why: Ending) -> Ran:
+        """End what runs: by an interrupt, else by killing it. The shell answers a probe, or is lost."""
+        former, self._nonce = self._nonce, secrets.token_hex(8)
         await terminal.interrupt()
-        nonce = secrets.token_hex(8)
-        await terminal.send(_PROBE.format(nonce=nonce).encode())
-        former, self._nonce = self._nonce, nonce
-        end = time.monotonic() + _BACK
-        while (code := self._taken(output)) is None:
-            left = end - time.monotonic()
-            data = await terminal.read(max(0.0, left)) if left > 0 else None
+        for kill in (False, True):
+            if kill:
+                await self._workspace.exec(["sh", "-c", _KILL, "sh", self._pid], cwd="/", seconds=5.0)
+            await self._gather(terminal, output, former, _PROMPT)
+            await terminal.send(_PROBE.format(nonce=self._nonce).encode())
+            code = await self._gather(terminal, output, self._nonce, _BACK)
+            if code is not None:
+                self.running = self.waiting = False
+                break
+        else:
+            await self.close()
+        ending = why if code is not None else Ending.LOST
+        return Ran(ending, _without_traces(_without_traces(output.data(), self._nonce), former), code or 0)
+
+    async def _gather(self, terminal: Terminal, output: Output, nonce: str, seconds: float) -> int | None:
+        """Gather output until a marker comes; None where it does not within `seconds`, or the shell has ended."""
+        end = time.monotonic() + seconds
+        while (code := self._taken(output, nonce)) is None and (left := end - time.monotonic()) > 0:
+            data = await terminal.read(left)
             if data is None:
-                await self.close()
-                return self._told(Ending.LOST, output)
+                return None
             self._pending += data
-        self.running = False
-        told = self._told(why, output, code)
-        return Ran(told.ending, _without_traces(told.printed, former), code)
+        return code
 
     def _told(self, ending: Ending, output: Output, code: int = 0) -> Ran:
         return Ran(ending, _without_traces(output.data(), self._nonce), code)

@@ -22,8 +22,8 @@ _TOLD = {
     Ending.TIME: "[it ran for more than {seconds:g} seconds and was ended]",
     Ending.FLOOD: "[it printed far too much and was ended]",
     Ending.ENDED: "[the shell ended: the next command runs in a new one, without its variables, in {home}]",
-    Ending.LOST: "[the shell did not answer any more and was ended, with all that it had started: the next command runs "
-    "in a new one, without its variables, in {home}]",
+    Ending.LOST: "[the shell did not answer any more and was ended, with what it had started: the next command runs in a "
+    "new one, without its variables, in {home}]",
 }
 
 
@@ -57,7 +57,7 @@ class Terminal(WorkspaceTool):
                 "command": {"type": "string", "description": "what the shell is to run, of one line or more"},
                 "input": {
                     "type": "string",
-                    "description": "a line to type into the program that waits, or a key: C-c, C-d, C-z; empty: wait on",
+                    "description": "a line for the program that waits, or a key: C-c, C-d, C-z; empty: wait on",
                 },
                 "restart": {"type": "boolean", "description": "true ends the shell and starts it anew"},
             },
@@ -66,22 +66,17 @@ class Terminal(WorkspaceTool):
     async def create(self, session: Session, **create_kwargs: Json) -> None:
         session.state = _State(Shell(self.workspace(session), self.seconds))
 
-    async def execute(
-        self, session: Session, command: str | None = None, input: str | None = None, restart: bool = False
-    ) -> ToolResponse:
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
         """Run a command, type a line, or start anew: one of the three."""
-        if (command is not None) + (input is not None) + restart != 1:
+        command, line, restart = (arguments.get(name) for name in ("command", "input", "restart"))
+        if (command is not None) + (line is not None) + bool(restart) != 1:
             raise ArgumentError("give one of `command`, `input` and `restart: true`")
         state: _State = session.state
         async with state.lock:
             if restart:
                 await state.shell.close()
                 return ToolResponse("[the shell was started anew]")
-            if input is not None:
-                ran = await self._typed(state.shell, input)
-            else:
-                assert command is not None
-                ran = await self._ran(state.shell, command)
+            ran = await (self._typed(state.shell, line) if command is None else self._ran(state.shell, command))
             return await self._response(session, ran)
 
     async def _ran(self, shell: Shell, command: str) -> Ran:

@@ -69,6 +69,7 @@ async def _try(
     from agentrl.plugins.toolbox import Toolbox, offered
     from agentrl.rollout.scorer import Scorer
     from agentrl.rollout.talk import PATIENCE
+    from agentrl.rollout.workspaces import workspaces_of
     from agentrl.testing.agent import scripted
     from agentrl.testing.play import Stage
 
@@ -81,8 +82,12 @@ async def _try(
         task = _task(env, choice.split, choice.task)
         tools = offered(task, toolbox.tools, env)
         changes = {"timeout": PATIENCE, "turn_timeout": PATIENCE} if turns is None else {}
+        workspaces = await workspaces_of(recipe.workspace, env, toolbox.tools)
+        if workspaces is not None:
+            stack.push_async_callback(workspaces.close)
         scorer = Scorer(rewards, recipe.rollout.turn_timeout)
-        stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes, await _holder(recipe, stack))
+        holder = await _holder(recipe, stack)
+        stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes, holder, workspaces)
         _introduce(task, list(tools.values()), narrator, recipe)
         play = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
         one_by_one = asyncio.Lock()  # an agent may ask for several answers at once
@@ -110,7 +115,7 @@ async def _holder(recipe: "Recipe", stack: AsyncExitStack) -> "Holder | None":
 
     if recipe.agent is None:
         return None
-    agent, gateway = make_agent(recipe.agent), gateway_of(recipe)
+    agent, gateway = make_agent(recipe.agent, recipe.workspace is not None), gateway_of(recipe)
     stack.push_async_callback(agent.close)
     await gateway.start()
     stack.push_async_callback(gateway.close)

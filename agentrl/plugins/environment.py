@@ -25,6 +25,7 @@ class Environment(ABC):
 
     `splits` are the held-out splits, the first of them the one that leads. One of the names in VALIDATION is evaluated
     during training, and the best checkpoint is chosen on it; the others are what is reported. `train` always exists.
+    `uses_workspace`: whether it needs `session.workspace`, without which no run begins.
     `pays` is False where `calc_reward` has nothing to give, and only tools and `rewards.functions` do.
     `reward_parts`: every name that `calc_reward` may give, where they are known; None: they are not. A class that
     overrides `calc_reward` says them anew. `example`: arguments (`source` among them) by which `agentrl try` plays an
@@ -34,6 +35,7 @@ class Environment(ABC):
     name: str
     splits: tuple[str, ...] = ("test",)
     pays: bool = True
+    uses_workspace: bool = False
     reward_parts: tuple[str, ...] | None = None
     example: Mapping[str, Json] = MappingProxyType({})
 
@@ -56,7 +58,8 @@ class Environment(ABC):
 
     @abstractmethod
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
-        """The opening messages, once a request, before the first token. `session.workspace` is prepared."""
+        """The opening messages, once a request, before the first token. `session.workspace` is
+        prepared; it is None where the opening alone is asked for, to be measured."""
 
     def images(self, task: Task) -> Sequence[object]:
         """The images of a task's opening that may turn out to be broken, as those of data: they are decoded

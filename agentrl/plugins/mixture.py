@@ -12,6 +12,8 @@ from agentrl.plugins.environment import Environment, LazyTasks, declared_parts
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, RewardParts, Session, Task
 from agentrl.recipe.sections.env import EnvPart
+from agentrl.workspace.provider import WorkspaceSpec
+from agentrl.workspace.workspace import Workspace
 
 
 class Mixture(Environment):
@@ -69,6 +71,12 @@ class Mixture(Environment):
 
     def _of(self, task: Task) -> Environment:
         return self._parts[task.id.partition("/")[0]][1]
+
+    def workspace_spec(self, task: Task, spec: WorkspaceSpec) -> WorkspaceSpec:
+        return self._of(task).workspace_spec(task, spec)
+
+    async def prepare(self, task: Task, workspace: Workspace) -> None:
+        await self._of(task).prepare(task, workspace)
 
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
         return await self._of(session.task).create(session, **create_kwargs)

@@ -38,7 +38,9 @@ from agentrl.recipe.secrets import is_secret, masked
 from agentrl.recipe.sections.env import EnvPart, EnvSection, ToolSection
 from agentrl.recipe.sections.rollout import EngineSection
 from agentrl.recipe.sections.track import TrackerSection
+from agentrl.recipe.sections.workspace import WorkspaceSection
 from agentrl.secrets import MASK
+from agentrl.workspace.provider import WorkspaceProvider
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,6 +190,22 @@ def check_engine(section: EngineSection) -> None:
 def make_message_engine(section: EngineSection) -> Any:
     """Make an engine that takes messages and brings its own chat: it is given no model."""
     return construct(load("engines", section.name), {"max_batch": section.max_batch, **section.args}, "engine.args")
+
+
+def make_workspace_provider(section: WorkspaceSection) -> WorkspaceProvider:
+    """The provider of a recipe's workspaces: its class called with `workspace.args`."""
+    made = load("workspaces", section.provider)
+    if not _makes(made, WorkspaceProvider):
+        raise UserError(
+            f"workspace provider {section.provider!r} is {_type_of(made)}; expected a WorkspaceProvider class"
+        )
+    provider = construct(made, section.args, "workspace.args")
+    if not isinstance(provider, WorkspaceProvider):
+        raise UserError(
+            f"workspace provider {section.provider!r} returned {type(provider).__name__}, not a WorkspaceProvider"
+        )
+    check_named(provider, f"workspace provider {section.provider!r}")
+    return provider
 
 
 def make_environment(section: EnvSection) -> Environment:

@@ -15,7 +15,7 @@ class Tool(ABC):
     name: what the model calls it. description: for the model. parameters: a JSON schema of type `object`.
     reward_parts: every name that `calc_reward` may give, as an environment says them; none, unless it is overridden.
     converses: whether its calls hold conversations with the model; `execute` is then given `converse` besides the
-    model's arguments, a `Converse`.
+    model's arguments, a `Converse`. uses_workspace: whether it needs `session.workspace`, without which no run begins.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Tool(ABC):
     parameters: Mapping[str, Json] = {"type": "object", "properties": {}}
     reward_parts: tuple[str, ...] | None = ()
     converses: bool = False
+    uses_workspace: bool = False
     _written: "tuple[tuple[object, ...], dict[str, Json]] | None" = None
 
     async def create(self, session: Session, **create_kwargs: Json) -> None:  # noqa: B027 - a hook with a default

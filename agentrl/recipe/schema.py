@@ -34,6 +34,7 @@ from agentrl.recipe.sections.sft import RewardModelSection, SftSection
 from agentrl.recipe.sections.start import StartSection, started
 from agentrl.recipe.sections.track import ProfileSection, TrackSection
 from agentrl.recipe.sections.train import TrainSection
+from agentrl.recipe.sections.workspace import WorkspaceSection, provided
 
 
 class Recipe(Section):
@@ -46,6 +47,8 @@ class Recipe(Section):
     """Tools that every task offers."""
     rewards: RewardsSection = RewardsSection()
     rollout: RolloutSection = RolloutSection()
+    workspace: Annotated[WorkspaceSection | None, BeforeValidator(provided)] = None
+    """Files and processes that each rollout has to itself. null: none."""
     agent: Annotated[AgentSection | None, BeforeValidator(named)] = None
     """Who holds the conversation; null: the built-in driver, which calls the tools that the model asks for."""
     engine: EngineSection = EngineSection()

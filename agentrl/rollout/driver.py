@@ -16,7 +16,7 @@ from dataclasses import replace
 from agentrl.chat.base import Chat, ParsedTurn, Seeing
 from agentrl.containment.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
-from agentrl.errors import UserError, contained, describe, nearest
+from agentrl.errors import UserError, WorkspaceError, contained, describe, nearest
 from agentrl.images import ImageSpan, all_stored, check_count, hashes, keyed, without_last_image
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
@@ -29,6 +29,7 @@ from agentrl.rollout.compaction import COUNTS, asked, reopened, threshold
 from agentrl.rollout.conversation import Conversation, Seed, derive, nth
 from agentrl.rollout.request import AsyncRolloutRequest, Opening, RequestState, TransitionError
 from agentrl.rollout.scorer import Scorer
+from agentrl.rollout.workspaces import Workspaces
 from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
 
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"
@@ -57,9 +58,12 @@ class Driver:
         limits: RolloutSection,
         scorer: Scorer | None = None,
         label: str = "",
+        workspaces: Workspaces | None = None,
     ) -> None:
         """Build a driver. tools: those of the recipe; the environment's own come with it. scorer: the recipe's reward
-        functions. label: what its requests are for, such as `step_3`; their ids begin with it."""
+        functions. label: what its requests are for, such as `step_3`; their ids begin with it. workspaces: where each
+        request's is opened."""
+        self.workspaces = workspaces
         self.engine = engine
         """Samples tokens."""
         self.chat = chat
@@ -171,7 +175,7 @@ class Driver:
         if request.state is RequestState.PENDING:
             request.main.tools = offered(request.task, self._tools, self._environment)
             started = time.monotonic()
-            await hooks.create_all(request, self._environment, timer, self.checked)
+            await hooks.create_all(request, self._environment, timer, self.checked, self.workspaces)
             request.waited("hooks", started)
             self._open(request)
         for created in request.created:
@@ -185,6 +189,7 @@ class Driver:
             request.main.at = _ENGINE
             raise EngineError(f"no token came within {self.limits.turn_timeout:g} seconds (rollout.turn_timeout)")
         started = time.monotonic()
+        await hooks.end_workspace(request, timer, self.limits.turn_timeout)
         rewards = await hooks.calc_rewards(request, timer, self.limits.turn_timeout)
         rewards = await self.scorer.score(request, rewards, finish, timer)
         hooks.check_sum(rewards, self._weights)
@@ -477,6 +482,7 @@ class Driver:
 
     def _fail(self, request: AsyncRolloutRequest, error: BaseException) -> None:
         boundary, where = request.main.at
+        boundary = Boundary.WORKSPACE if isinstance(error, WorkspaceError) else boundary
         line = f"{where}: {describe(error)}"
         _log.debug("%s failed at %s", request.id, line, exc_info=error)
         request.end(RequestState.FAILED, FinishReason.ERROR, Failure(boundary, line))

@@ -101,6 +101,8 @@ async def roll_out(
     def add(task: Task, chosen: Collection[int]) -> None:
         jobs.extend((len(growing), index) for index in sorted(chosen))
         growing.append(_Growing(task, seen[task.id] * n, samples=[None] * n, left=len(chosen)))
+        if driver.workspaces is not None:
+            driver.workspaces.expect(task, len(chosen))
         seen[task.id] += 1
 
     for task, chosen in zip(tasks, only if only is not None else [range(n)] * len(tasks), strict=True):
@@ -150,6 +152,9 @@ async def roll_out(
         if errors.split(_EnoughError)[1] is not None:
             raise
         return [group.whole for group in growing if group.whole is not None]
+    finally:
+        if driver.workspaces is not None:
+            driver.workspaces.forget_expected()
     return [group.whole or group.group() for group in growing]
 
 

@@ -18,7 +18,9 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task, ToolKwargs
 from agentrl.rollout.conversation import nth
 from agentrl.rollout.request import AsyncRolloutRequest, Created
+from agentrl.rollout.workspaces import CHANGES, Workspaces
 from agentrl.trajectory import STEP, Boundary
+from agentrl.workspace.patch import patch_of
 
 RELEASE_SECONDS = 10.0
 """How long one plugin's `release` may take before it is cancelled."""
@@ -42,11 +44,18 @@ class PluginError(PlainError):
 
 
 async def create_all(
-    request: AsyncRolloutRequest, environment: Environment, timer: DeadlineTimer, checked: "Checked | None" = None
+    request: AsyncRolloutRequest,
+    environment: Environment,
+    timer: DeadlineTimer,
+    checked: "Checked | None" = None,
+    workspaces: Workspaces | None = None,
 ) -> None:
     """Create the environment, whose messages open the conversation, then the tools that the task offers. checked: in
-    place of `checked_messages`."""
+    place of `checked_messages`. workspaces: where the request's is opened from, first of all."""
     task = request.task
+    if workspaces is not None:
+        request.main.at = Boundary.ENVIRONMENT, f"{environment.name}.prepare"
+        await timer.wait(_open(request, workspaces), request.main.deadline)
     session = _created(request, environment, {}, {})
     request.main.at = Boundary.ENVIRONMENT, f"{environment.name}.create"
     opening = await timer.wait(environment.create(session, **task.create_kwargs), request.main.deadline)
@@ -59,6 +68,22 @@ async def create_all(
         session = _created(request, tool, kwargs.calc_reward_kwargs, kwargs.release_kwargs)
         request.main.at = Boundary.TOOL, f"{name}.create"
         await timer.wait(tool.create(session, **kwargs.create_kwargs), request.main.deadline)
+
+
+async def _open(request: AsyncRolloutRequest, workspaces: Workspaces) -> None:
+    request.workspace = workspace = await workspaces.open(request.task)
+    request.cleanups.append((f"workspace {workspace.id}", workspace.close))
+
+
+async def end_workspace(request: AsyncRolloutRequest, timer: DeadlineTimer, seconds: float) -> None:
+    """End the processes of the request's workspace, before its rewards are computed, and keep what it changed."""
+    workspace = request.workspace
+    if workspace is None:
+        return
+    request.main.at = Boundary.WORKSPACE, f"workspace {workspace.id}"
+    await timer.wait(workspace.end_processes(), time.monotonic() + seconds)
+    patch = await timer.wait(patch_of(workspace), time.monotonic() + seconds)
+    request.extra[CHANGES] = patch.json()
 
 
 Checked = Callable[[object, str], Awaitable["list[Message]"]]
@@ -94,8 +119,9 @@ def _created(
     rng = random.Random(nth(request.seed, _PLUGIN_SEEDS + len(request.created)))
     environment = request.created[0].session if request.created else None
     session = Session(
-        request.id, request.task, rng, request.main.deadline, request.main.messages, environment=environment
-    )
+        request.id, request.task, rng, request.main.deadline, request.main.messages, environment=environment,
+        workspace=request.workspace,
+    )  # fmt: skip
     request.created.append(Created(plugin, session, reward, release))
     return session
 
@@ -160,7 +186,7 @@ async def release_all(request: AsyncRolloutRequest) -> None:
     """Release what was created, last first, then make the other clean-ups, each exactly once. It goes on when its
     caller is cancelled, whose cancellation is raised again afterwards. A release that fails is logged and kept in
     `extra["release_errors"]`; one that even ignores its cancellation is left behind."""
-    if not request.created:
+    if not request.created and not request.cleanups:
         return
     created, request.created = request.created, []
     task = asyncio.create_task(_release(request, created))

@@ -35,6 +35,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import After, roll_out
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.talk import ENDLESS
+from agentrl.rollout.workspaces import Workspaces, workspaces_of
 from agentrl.trajectory import STEP, Group, Trajectory
 
 CLOSE_SECONDS = 60.0
@@ -64,6 +65,8 @@ class Player:
     """Holds the conversations in place of the built-in driver; None: nobody."""
     gateway: Gateway | None = None
     """Where the agent reaches the model."""
+    workspaces: Workspaces | None = None
+    """The files and processes of rollouts; None: the recipe has no section `workspace`."""
 
     @classmethod
     async def build(
@@ -89,10 +92,13 @@ class Player:
         limit_images(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
-        agent = agent_of_recipe(recipe.agent) if recipe.agent is not None else None
+        agent = agent_of_recipe(recipe.agent, recipe.workspace is not None) if recipe.agent is not None else None
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
+            workspaces = await workspaces_of(recipe.workspace, env, toolbox.tools)
+            if workspaces is not None:
+                stack.push_async_callback(workspaces.close)
             if agent is not None:
                 check_tools_of_agent((*toolbox.tools, *env.tools()))
             others = (STEP, *rewards.samples, *rewards.groups, *((MODEL,) if recipe.rewards.model else ()))
@@ -100,6 +106,7 @@ class Player:
             player = await cls._build(
                 recipe, model_path, env, toolbox, rewards, say, phase, trained_elsewhere, placement
             )
+            player.workspaces = workspaces
             if agent is not None:
                 stack.push_async_callback(player.engine.close)
                 player.agent, player.gateway = agent, gateway_of(recipe)
@@ -228,6 +235,7 @@ class Player:
             "limits": section,
             "scorer": Scorer(self.rewards, section.turn_timeout),
             "label": label,
+            "workspaces": self.workspaces,
         }
         if self.agent is None or self.gateway is None or self.recipe.agent is None:
             return Driver(**options)
@@ -260,6 +268,7 @@ class Player:
                 **({"gateway": self.gateway} if self.gateway is not None else {}),
                 **({f"agent {self.agent.name!r}": _Bounded(self.agent)} if self.agent is not None else {}),
                 "tools": _Bounded(self.toolbox),
+                **({"workspaces": _Bounded(self.workspaces)} if self.workspaces is not None else {}),
                 "rewards.functions": _Bounded(self.rewards),
                 f"environment {self.env.name!r}": _Bounded(self.env),
                 "engine": self.engine,
@@ -289,7 +298,7 @@ def check_tools_of_agent(tools: Sequence[Tool]) -> None:
 class _Bounded:
     """A plugin that is left behind where its `close` hangs."""
 
-    plugin: Agent | Environment | Rewards | Toolbox
+    plugin: Agent | Environment | Rewards | Toolbox | Workspaces
 
     async def close(self) -> None:
         task = asyncio.ensure_future(self.plugin.close())

@@ -19,6 +19,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.rollout.conversation import Conversation
 from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, Span, ToolUse, Trajectory, Turn
+from agentrl.workspace.workspace import Workspace
 
 _UNWEIGHTED: Mapping[str, float] = {}
 _SINCE_1970 = time.time() - time.monotonic()  # seconds from the clock of deadlines to that of the world
@@ -117,6 +118,8 @@ class AsyncRolloutRequest:
     """Plugins to be released, in the order in which they were created."""
     cleanups: list[tuple[str, Callable[[], Awaitable[None]]]] = field(default_factory=list)
     """What is cleaned up after them: by name, and how."""
+    workspace: Workspace | None = None
+    """Its files and processes, where the recipe has a section `workspace`."""
     tool_uses: list[ToolUse] = field(default_factory=list)
     """One entry for each call so far."""
     tool_calls: int = 0

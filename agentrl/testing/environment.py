@@ -12,6 +12,8 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Task
 from agentrl.recipe.sections.env import EnvSection
 from agentrl.recipe.sections.rollout import RolloutSection
+from agentrl.recipe.sections.workspace import WorkspaceSection
+from agentrl.rollout.workspaces import workspaces_of
 from agentrl.testing.hooks import (
     hook,
     made_tool,
@@ -42,13 +44,15 @@ def check_environment(
     disjoint: bool = True,
     limits: Mapping[str, Json] | None = None,
     sessions: int = 16,
+    workspace: str | None = None,
 ) -> None:
     """Raise AssertionError, one line, for the first promise that an environment does not keep.
 
     env: an object, a class that needs no argument, or an installed name. gold, wrong: how to play a task well and
     badly: a function from the task to the turns (texts; `call(...)` makes a tool call), or from the task and the
     messages so far to the next turn. tools: what a recipe would list besides the environment's own. tasks: how many of
-    each split are played. disjoint: held-out tasks must not stand in `train`. limits: keys of a recipe's `rollout`.
+    each split are played. workspace: the provider of workspaces, such as `bwrap`. disjoint: held-out tasks must not
+    stand in `train`. limits: keys of a recipe's `rollout`.
 
     Checked: async hooks; tasks with unique ids, data that JSON can hold, the same at a second look and from a second
     object, held-out ones apart from `train`; openings that a chat can render, equal for the samples of a task; gold is
@@ -57,7 +61,7 @@ def check_environment(
     many requests run at once; `release` after a failed and a cancelled request; nothing is kept of those released.
     """
     __tracebackhide__ = True
-    run_checks(lambda: _check(env, gold, wrong, tools, tasks, disjoint, dict(limits or {}), sessions))
+    run_checks(lambda: _check(env, gold, wrong, tools, tasks, disjoint, dict(limits or {}), sessions, workspace))
 
 
 async def _check(
@@ -69,11 +73,16 @@ async def _check(
     disjoint: bool,
     limits: dict[str, Json],
     sessions: int,
+    workspace: str | None,
 ) -> None:
     made, second = made_environment(env), None if isinstance(env, Environment) else made_environment(env)
     own = [made_tool(one) for one in tools]
+    workspaces = None
     try:
-        contract = _Contract(made, Stage(made, own, RolloutSection(**limits)), own, tasks)
+        section = WorkspaceSection(provider=workspace) if workspace is not None else None
+        workspaces = await workspaces_of(section, made, own)
+        stage = Stage(made, own, RolloutSection(**limits), workspaces=workspaces)
+        contract = _Contract(made, stage, own, tasks)
         require_hooks(made, contract.what)
         contract.check_tasks(second)
         contract.check_tools()
@@ -81,6 +90,8 @@ async def _check(
         await contract.check_plays(gold, wrong, sessions)
         await contract.check_failures(gold)
     finally:
+        if workspaces is not None:
+            await workspaces.close()
         for tool in own:
             await tool.close()
         for one in (made, second):

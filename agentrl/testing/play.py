@@ -17,6 +17,7 @@ from agentrl.rollout.agent import AgentDriver, AgentRequest
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.scorer import Scorer
+from agentrl.rollout.workspaces import Workspaces
 from agentrl.testing.agent import TextChat, TextEngine, Turn, scripted, without_token_limits
 from agentrl.trajectory import Trajectory
 
@@ -66,9 +67,10 @@ class Stage:
         scorer: Scorer | None = None,
         changes: Mapping[str, object] | None = None,
         holder: Holder | None = None,
+        workspaces: Workspaces | None = None,
     ) -> None:
         """Build a driver. limits: of a recipe, those in tokens left out; `changes` to them go first. holder: calls the
-        model in place of the built-in driver."""
+        model in place of the built-in driver. workspaces: where each request's is opened from."""
         self.engine = TextEngine()
         self.chat = TextChat()
         parts: dict[str, Any] = {
@@ -78,6 +80,7 @@ class Stage:
             "tools": tools,
             "limits": without_token_limits(limits or RolloutSection(), **(changes or {})),
             "scorer": scorer,
+            "workspaces": workspaces,
         }
         self.driver = Driver(**parts) if holder is None else _agent_driver(holder, parts)
 

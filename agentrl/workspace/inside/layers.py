@@ -6,6 +6,7 @@ Both walk by descriptors and follow no link: what the layer holds is a stranger'
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import stat
@@ -73,12 +74,8 @@ def compare(upper: str, before: str, limit: int, target: int) -> None:
     """Write lines of JSON, [path, added | modified | deleted, kind, size], for what differs from `before`. Raises
     OSError."""
     source = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    written = 0
-    for path, change, kind, size in _changes(source, before, ""):
-        os.write(target, (json.dumps([path, change, kind, size]) + "\n").encode())
-        written += 1
-        if written == limit:
-            return
+    for change in itertools.islice(_changes(source, before, ""), limit):
+        os.write(target, (json.dumps(change) + "\n").encode())
 
 
 def _changes(source: int, before: str | None, below: str) -> Iterator[tuple[str, str, str, int]]:

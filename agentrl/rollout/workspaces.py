@@ -1,0 +1,219 @@
+"""`Workspaces`: those of a run. The state of a task is prepared once and kept; samples find their workspace opened.
+
+The order in which samples begin is known before they do: `expect` is told, and what is opened ahead is for them.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.containment.deadline import leave_behind
+from agentrl.errors import UserError, WorkspaceError, contained, describe
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.registry import make_workspace_provider
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Task
+from agentrl.recipe.sections.workspace import WorkspaceSection
+from agentrl.workspace.provider import WorkspaceProvider, WorkspaceSpec
+from agentrl.workspace.workspace import Snapshot, Workspace
+
+CHANGES = "workspace"
+"""The key of a trajectory's `extra` under which what its rollout changed is kept."""
+OPEN_SECONDS, PREPARE_SECONDS, CLOSE_SECONDS = 300.0, 300.0, 60.0
+_ATTEMPTS = 2
+_KEPT = 64
+"""Prepared tasks whose snapshot is kept for the next sample, beyond those that samples wait for."""
+_log = logging.getLogger("agentrl.rollout")
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """A task as it begins."""
+
+    spec: WorkspaceSpec
+    snapshot: "asyncio.Task[Snapshot | None]"
+    """None: the image is the state."""
+    ahead: "deque[asyncio.Task[Workspace]]" = field(default_factory=deque)
+    expected: int = 0
+    """Samples that have not begun."""
+
+
+async def workspaces_of(
+    section: WorkspaceSection | None, environment: Environment, tools: Sequence[Tool], run: str = ""
+) -> "Workspaces | None":
+    """The workspaces of a recipe, whose provider works; None where it has no section `workspace`. tools: those of the
+    recipe. run: names it, in a provider's labels. Raises UserError: something needs workspaces and there are none, or
+    the provider cannot do what is asked for."""
+    if section is None:
+        users = [f"environment {environment.name!r}"] if environment.uses_workspace else []
+        users += [f"tool {tool.name!r}" for tool in (*tools, *environment.tools()) if tool.uses_workspace]
+        if users:
+            raise UserError(f"{users[0]} works in a workspace, and the recipe has none: set workspace: bwrap")
+        return None
+    workspaces = Workspaces(make_workspace_provider(section), section, environment)
+    await workspaces.start(run)
+    return workspaces
+
+
+class Workspaces:
+    """Opens the workspaces of a run's rollouts, for one environment and one provider."""
+
+    def __init__(self, provider: WorkspaceProvider, section: WorkspaceSection, environment: Environment) -> None:
+        self.provider, self._environment = provider, environment
+        self._spec, self._ready = section.spec(), section.ready
+        self._prepared: OrderedDict[str, _Prepared] = OrderedDict()
+        self._expected: deque[Task] = deque()
+        self._closed = False
+
+    async def start(self, run: str) -> None:
+        """Make sure that the provider works, and can do what the recipe asks for. Raises UserError."""
+        self.provider.check(self._spec)
+        await self.provider.start(run)
+
+    def expect(self, task: Task, count: int) -> None:
+        """Note that `count` samples of a task will begin, after those that were noted before."""
+        self._expected.extend([task] * count)
+        self._open_ahead()
+
+    def forget_expected(self) -> None:
+        """Note that the samples which have not begun will not, and close what was opened for them."""
+        self._expected.clear()
+        for prepared in self._prepared.values():
+            prepared.expected = 0
+            while prepared.ahead:
+                _close_later(prepared.ahead.popleft())
+
+    def _open_ahead(self) -> None:
+        while self._expected and self._ahead < self._ready and not self._closed:
+            task = self._expected.popleft()
+            prepared = self._of(task)
+            prepared.expected += 1
+            opening = asyncio.ensure_future(self._opened(prepared))
+            opening.add_done_callback(_heard)
+            prepared.ahead.append(opening)
+
+    @property
+    def _ahead(self) -> int:
+        return sum(len(prepared.ahead) for prepared in self._prepared.values())
+
+    async def open(self, task: Task) -> Workspace:
+        """Open the workspace of one sample. Raises WorkspaceError, UserError, and what `prepare` raises."""
+        if self._closed:
+            raise WorkspaceError("the run's workspaces are closed")
+        prepared = self._of(task)
+        try:
+            if prepared.ahead:
+                prepared.expected -= 1
+                opening = prepared.ahead.popleft()
+                try:
+                    return await asyncio.shield(opening)
+                except asyncio.CancelledError:
+                    _close_later(opening)
+                    raise
+                except WorkspaceError as error:
+                    _log.debug("a workspace that was opened ahead is lost (%s): another is opened", error)
+            else:
+                with contextlib.suppress(ValueError):  # nobody said that it would come
+                    self._expected.remove(task)
+            return await self._opened(prepared)
+        except BaseException:
+            if prepared.snapshot.done() and (prepared.snapshot.cancelled() or prepared.snapshot.exception()):
+                self._prepared.pop(task.id, None)  # the next sample tries again
+            raise
+        finally:
+            self._open_ahead()
+            self._drop_old()
+
+    async def _opened(self, prepared: _Prepared) -> Workspace:
+        snapshot = await asyncio.shield(prepared.snapshot)
+        for attempt in range(_ATTEMPTS):
+            try:
+                async with asyncio.timeout(OPEN_SECONDS):
+                    return await self.provider.open(prepared.spec, snapshot)
+            except TimeoutError:
+                raise WorkspaceError(f"no workspace opened within {OPEN_SECONDS:g} s") from None
+            except WorkspaceError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError("not reached")
+
+    def _of(self, task: Task) -> _Prepared:
+        if task.id not in self._prepared:
+            spec = self._environment.workspace_spec(task, self._spec)
+            self.provider.check(spec)
+            preparing = asyncio.ensure_future(self._prepare(task, spec))
+            preparing.add_done_callback(_heard)
+            self._prepared[task.id] = _Prepared(spec, preparing)
+        self._prepared.move_to_end(task.id)
+        return self._prepared[task.id]
+
+    async def _prepare(self, task: Task, spec: WorkspaceSpec) -> Snapshot | None:
+        """The state that a task begins in, as a snapshot; None where the environment prepares nothing."""
+        workspace = await self._opened_empty(spec)
+        try:
+            async with asyncio.timeout(PREPARE_SECONDS):
+                await self._environment.prepare(task, workspace)
+                await workspace.end_processes()
+                return await workspace.snapshot() if await workspace.diff(1) else None
+        except TimeoutError:
+            raise UserError(f"{self._environment.name}.prepare: it takes longer than {PREPARE_SECONDS:g} s") from None
+        finally:
+            await _closed(workspace)
+
+    async def _opened_empty(self, spec: WorkspaceSpec) -> Workspace:
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await self.provider.open(spec)
+        except TimeoutError:
+            raise WorkspaceError(f"no workspace opened within {OPEN_SECONDS:g} s") from None
+
+    def _drop_old(self) -> None:
+        """Forget the snapshots of tasks that were not asked for in a while."""
+        idle = [name for name, one in self._prepared.items() if not one.ahead and one.snapshot.done()]
+        for name in idle[: max(0, len(idle) - _KEPT)]:
+            prepared = self._prepared.pop(name)
+            if not prepared.snapshot.cancelled() and not prepared.snapshot.exception():
+                snapshot = prepared.snapshot.result()
+                if snapshot is not None:
+                    asyncio.ensure_future(self.provider.forget(snapshot)).add_done_callback(_heard)
+
+    async def close(self) -> None:
+        """Close all that is open. May be called twice."""
+        self._closed = True
+        self.forget_expected()
+        pending = [one.snapshot for one in self._prepared.values() if not one.snapshot.done()]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        self._prepared.clear()
+        await self.provider.close()
+
+
+async def _closed(workspace: Workspace) -> None:
+    """Close one, and go on where that fails or hangs."""
+    closing = asyncio.ensure_future(workspace.close())
+    done, _ = await asyncio.wait({closing}, timeout=CLOSE_SECONDS)
+    if not done:
+        leave_behind(closing)
+    elif not closing.cancelled() and (error := closing.exception()) is not None:
+        _log.warning("workspace %s: close: %s", workspace.id, describe(contained(error)))
+
+
+def _close_later(opening: "asyncio.Task[Workspace]") -> None:
+    """Close a workspace once it is open, if it will be."""
+
+    def opened(task: "asyncio.Task[Workspace]") -> None:
+        if not task.cancelled() and task.exception() is None:
+            asyncio.ensure_future(_closed(task.result())).add_done_callback(_heard)
+
+    opening.add_done_callback(opened)
+
+
+def _heard(task: "asyncio.Future[Any]") -> None:
+    """Hear of an error, which is raised where the result is wanted, if anywhere."""
+    if not task.cancelled():
+        task.exception()

@@ -57,10 +57,12 @@ exit 0
 """
 """Lists a folder: a mark, the mode, the size and the name of each entry."""
 
-SIZES = r"""
-stat -c "$1%f %s %n" -- "$@" 2>/dev/null; exit 0
+LINKS = r"""
+mark=$1; shift
+for path in "$@"; do printf '%s' "$mark"; [ -L "$path" ] && readlink -- "$path"; done
+exit 0
 """
-"""As `LIST`, for paths."""
+"""Prints a mark for each path, and where it leads if it is a link."""
 
 _LIST_ERRORS = {41: "no such file or folder", 42: "is no folder", 43: "may not be read"}
 _KINDS = {stat.S_IFREG: FileKind.FILE, stat.S_IFDIR: FileKind.FOLDER, stat.S_IFLNK: FileKind.LINK}
@@ -78,7 +80,7 @@ def check_listing(path: str, code: int) -> None:
 
 
 def parsed_listing(said: bytes, mark: str) -> list[FileInfo]:
-    """The entries that `LIST` or `SIZES` printed, sorted by path. What is no entry is left out."""
+    """The entries that `LIST` printed, sorted by path. What is no entry is left out."""
     entries = []
     for part in said.decode(errors="replace").split(mark)[1:]:
         mode_text, _, rest = part.partition(" ")

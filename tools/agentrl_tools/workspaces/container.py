@@ -131,12 +131,12 @@ class Container(Workspace):
         line = ["/bin/sh", "-c", inside.EXEC, "sh", str(len(stdin)), str(limits.descriptors), blocks, folder, *words]
         options = {"stdin": True, "environment": {**(env or {}), inside.MARK: call.name}, "user": user or self._image.user}
         stops = self._stops
-        self._running += 1
-        self._written.set()
         try:
             execution, stream = await self._started(line, options)
         except _NoProgramError as error:
             return ExecResult(127, b"", f"{error}\n".encode(), seconds=time.monotonic() - began)
+        self._running += 1
+        self._written.set()
         try:
             timed_out = await self._heard(call, execution, stream, seconds, str(options["user"]))
         except asyncio.CancelledError:
@@ -263,10 +263,13 @@ class Container(Workspace):
 
     async def _measure(self) -> None:
         """Kill everything where more was written than may be. What a daemon does wrong the next call will say."""
+        pause, before = _MEASURED, 0
         while True:
-            await self._written.wait()
-            self._written.clear()
-            await asyncio.sleep(_MEASURED)
+            if not self._running:
+                await self._written.wait()
+                self._written.clear()
+                pause = _MEASURED
+            await asyncio.sleep(pause)
             with contextlib.suppress(WorkspaceError):
                 said = await self._daemon.json("measure", f"containers/{self.container}/json", {"size": "1"})
                 written = said.get("SizeRw") if isinstance(said, dict) else 0
@@ -274,8 +277,8 @@ class Container(Workspace):
                     self._stops += 1
                     self._stopped = f"more than {self._spec.limits.disk // MIB} MiB were written"
                     await self.end_processes()
-            if self._running:
-                self._written.set()
+                pause = min(2 * pause, 8 * _MEASURED) if written == before else _MEASURED
+                before = written
 
     async def terminal(self, *, rows: int = 40, columns: int = 120, env: dict[str, str] | None = None) -> Terminal:
         name, limits = secrets.token_hex(8), self._spec.limits

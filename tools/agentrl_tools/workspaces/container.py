@@ -129,7 +129,11 @@ class Container(Workspace):
         limits, folder, began = self._spec.limits, self.absolute(cwd or "."), time.monotonic()
         blocks = str(max(1, limits.disk // 512))
         line = ["/bin/sh", "-c", inside.EXEC, "sh", str(len(stdin)), str(limits.descriptors), blocks, folder, *words]
-        options = {"stdin": True, "environment": {**(env or {}), inside.MARK: call.name}, "user": user or self._image.user}
+        options = {
+            "stdin": True,
+            "environment": {**(env or {}), inside.MARK: call.name},
+            "user": user or self._image.user,
+        }
         stops = self._stops
         try:
             execution, stream = await self._started(line, options)
@@ -147,6 +151,7 @@ class Container(Workspace):
             with contextlib.suppress(Exception):
                 await stream.close()
             self._written.set()
+        self._check()
         if call.code == inside.NO_FOLDER and call.err.ended and not call.err.data():
             raise PathError(f"{folder}: no such folder")
         stopped = self._stopped if self._stops != stops else ""
@@ -176,21 +181,27 @@ class Container(Workspace):
 
     async def _heard(self, call: "_Call", execution: Any, stream: Stream, seconds: float, user: str) -> bool:
         """Wait for the end of a program, which is killed after `seconds`. True where it was. Raises WorkspaceError."""
+        carrying = asyncio.ensure_future(call.carry(stream))
         try:
-            async with asyncio.timeout(seconds):
-                await self._daemon.call("carry a program's output", call.carry(stream), seconds + LONG_SECONDS)
-                call.code = await self._exit_code(execution, seconds + LONG_SECONDS)
-                return False
-        except TimeoutError:
-            pass
-        await self._killed(call.name, user)
-        try:
-            await self._exit_code(execution, _KILL_SECONDS)
-        except DaemonError:
-            raise
-        except WorkspaceError:
-            await self.end_processes()  # it shed its mark, and holds its shell
-        return True
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._daemon.call("carry output", asyncio.shield(carrying), seconds + LONG_SECONDS)
+                    call.code = await self._exit_code(execution, seconds + LONG_SECONDS)
+                    return False
+            except TimeoutError:
+                pass
+            await self._killed(call.name, user)
+            await asyncio.wait({carrying}, timeout=_KILL_SECONDS)  # a daemon waits until its output is read
+            try:
+                await self._exit_code(execution, _KILL_SECONDS)
+            except DaemonError:
+                raise
+            except WorkspaceError:
+                await self.end_processes()  # it shed its mark, and holds its shell
+            return True
+        finally:
+            carrying.cancel()
+            await asyncio.wait({carrying})
 
     async def _exit_code(self, execution: Any, seconds: float) -> int:
         """Of a program whose output is at its end. Raises WorkspaceError where it runs on."""
@@ -199,7 +210,7 @@ class Container(Workspace):
             try:
                 said = await self._daemon.call("say how a program ended", execution.inspect())
             except DaemonError as error:
-                if error.status == 404 and await self._state():  # forgotten in a restart
+                if "exec session" in str(error) and await self._state():  # forgotten in a restart
                     return _KILLED
                 raise
             if not isinstance(said.get("Running"), bool) or not isinstance(said.get("ExitCode"), int | None):
@@ -545,7 +556,9 @@ class ContainerTerminal(Terminal):
         if not self._rest and not self._ended:
             try:
                 async with asyncio.timeout(seconds):
-                    message = await self._daemon.call("read a terminal", self._stream.read_out(), seconds + LONG_SECONDS)
+                    message = await self._daemon.call(
+                        "read a terminal", self._stream.read_out(), seconds + LONG_SECONDS
+                    )
             except TimeoutError:
                 return b""
             if message is None:

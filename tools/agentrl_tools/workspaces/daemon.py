@@ -16,7 +16,7 @@ import aiohttp
 from aiodocker.stream import Stream
 from yarl import URL
 
-from agentrl.errors import UserError, WorkspaceError
+from agentrl.errors import PathError, UserError, WorkspaceError
 from agentrl_tools.workspaces.owner import LABEL_OWNER, is_dead
 
 LONG_SECONDS = 600.0
@@ -95,7 +95,7 @@ class Daemon:
         try:
             async with asyncio.timeout(seconds) as clock:
                 return await work
-        except (UserError, DaemonError):
+        except (UserError, WorkspaceError, PathError):
             raise
         except aiodocker.DockerError as error:
             if error.status >= 900:
@@ -170,7 +170,9 @@ class Daemon:
         if not isinstance(said, dict) or not isinstance(config, dict) or not isinstance(said.get("Id"), str):
             raise DaemonError(self._told("inspect an image", "an answer without its fields"))
         env = config.get("Env") or []
-        return Image(said["Id"], str(config.get("WorkingDir") or ""), str(config.get("User") or ""), tuple(map(str, env)))
+        return Image(
+            said["Id"], str(config.get("WorkingDir") or ""), str(config.get("User") or ""), tuple(map(str, env))
+        )
 
     async def _pulled(self, name: str) -> Image:
         try:

@@ -9,9 +9,7 @@ import contextlib
 import hashlib
 import io
 import secrets
-import tarfile
-import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +17,7 @@ from typing import Any, TypeVar
 from agentrl.errors import UserError
 from agentrl.workspace.archive import packed_as
 from agentrl.workspace.provider import Capabilities, Network, WorkspaceProvider, WorkspaceSpec
-from agentrl.workspace.workspace import HOME, MIB, Snapshot, WorkspaceError
+from agentrl.workspace.workspace import MIB, Snapshot, WorkspaceError
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image, line
 from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_RUN, owner
@@ -162,7 +160,9 @@ class DockerProvider(WorkspaceProvider):
         tag = f"localhost/agentrl-build:{hashlib.sha256(tar).hexdigest()[:24]}"
         with contextlib.suppress(UserError):
             return await daemon.image(tag, pull=False)
-        building = daemon.docker.images.build(fileobj=io.BytesIO(tar), encoding="identity", tag=tag, rm=True, forcerm=True)
+        building = daemon.docker.images.build(
+            fileobj=io.BytesIO(tar), encoding="identity", tag=tag, rm=True, forcerm=True
+        )
         try:
             said = await daemon.call("build an image", building, LONG_SECONDS)
         except DaemonError as error:

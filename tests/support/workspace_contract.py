@@ -18,7 +18,7 @@ class Offer:
 
     provider: str
     args: dict[str, Any] = field(default_factory=dict)
-    spec: WorkspaceSpec = WorkspaceSpec()
+    spec: WorkspaceSpec = field(default_factory=WorkspaceSpec)
 
     def make(self) -> WorkspaceProvider:
         """The provider, not started."""

@@ -274,7 +274,7 @@ class Container(Workspace):
 
     async def _measure(self) -> None:
         """Kill everything where more was written than may be. What a daemon does wrong the next call will say."""
-        pause, before = _MEASURED, 0
+        pause, before, excess = _MEASURED, 0, self._spec.limits.disk
         while True:
             if not self._running:
                 await self._written.wait()
@@ -284,12 +284,14 @@ class Container(Workspace):
             with contextlib.suppress(WorkspaceError):
                 said = await self._daemon.json("measure", f"containers/{self.container}/json", {"size": "1"})
                 written = said.get("SizeRw") if isinstance(said, dict) else 0
-                if isinstance(written, int) and written > self._spec.limits.disk:
+                written = written if isinstance(written, int) else 0
+                pause = min(2 * pause, 8 * _MEASURED) if written == before else _MEASURED
+                before = written
+                if written > excess:
                     self._stops += 1
                     self._stopped = f"more than {self._spec.limits.disk // MIB} MiB were written"
                     await self.end_processes()
-                pause = min(2 * pause, 8 * _MEASURED) if written == before else _MEASURED
-                before = written
+                excess = max(self._spec.limits.disk, written)  # so that there is time to remove what is too much
 
     async def terminal(self, *, rows: int = 40, columns: int = 120, env: dict[str, str] | None = None) -> Terminal:
         name, limits = secrets.token_hex(8), self._spec.limits
@@ -343,7 +345,10 @@ class Container(Workspace):
         place = f"containers/{self.container}/archive"
         async with self._daemon.answer("GET", place, {"path": path}) as (_, response):
             pieces = tars.Pieces(response.content.iter_chunked(1 << 18))
-            member = await tars.first_member(pieces)
+            try:
+                member = await tars.first_member(pieces)
+            except tarfile.HeaderError:
+                raise PathError(f"{path}: no such file") from None
             if member.issym():
                 return member.linkname
             if not member.isreg():

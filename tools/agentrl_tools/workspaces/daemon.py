@@ -105,7 +105,7 @@ class Daemon:
             self._avoid()
             late = f"no answer within {seconds:g} s" if clock.expired() else "it does not answer"
             raise DaemonError(self._told(what, late)) from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever a client makes of what a daemon says
             self._avoid()
             raise DaemonError(self._told(what, f"{type(error).__name__}: {error}")) from None
 

@@ -123,7 +123,8 @@ class DockerProvider(WorkspaceProvider):
         if self._quota:
             host["StorageOpt"] = {"size": str(limits.disk)}
         return {
-            "Image": image.id, "Entrypoint": _WAIT, "Cmd": [], "WorkingDir": home, "User": image.user, "HostConfig": host,
+            "Image": image.id, "Entrypoint": _WAIT, "Cmd": [], "WorkingDir": home, "User": image.user,
+            "HostConfig": host,
             "Env": [f"{name}={value}" for name, value in {**own, **spec.env}.items()],
             "Labels": {**spec.labels, **self.labels()}, "StopTimeout": 0,
         }  # fmt: skip

@@ -115,7 +115,7 @@ async def _holder(recipe: "Recipe", stack: AsyncExitStack) -> "Holder | None":
 
     if recipe.agent is None:
         return None
-    agent, gateway = make_agent(recipe.agent), gateway_of(recipe)
+    agent, gateway = make_agent(recipe.agent, recipe.workspace is not None), gateway_of(recipe)
     stack.push_async_callback(agent.close)
     await gateway.start()
     stack.push_async_callback(gateway.close)

@@ -41,16 +41,16 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     check(libc.mount(*arguments), f"mount {target}")
 
 
-def stage(binds: list[list[str]]) -> list[list[str]]:
-    """The binds, with sources that anybody may reach, in a mount namespace of our own."""
+def stage(binds: list[list[str]], at: str = _STAGE) -> list[list[str]]:
+    """The binds, with sources that anybody may reach below `at`, in a mount namespace of our own."""
     check(libc.unshare(_NEW_MOUNTS), "unshare")
     mount("none", "/", "", _MS_REC | _MS_PRIVATE)
     handles = [os.open(source, os.O_PATH) for _, source, _ in binds]
     folders = [os.path.isdir(source) for _, source, _ in binds]
-    mount("tmpfs", _STAGE, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=1m")
+    mount("tmpfs", at, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=0755,size=1m")
     staged = []
     for n, (handle, folder) in enumerate(zip(handles, folders, strict=True)):
-        place = f"{_STAGE}/{n}"
+        place = f"{at}/{n}"
         if folder:
             os.mkdir(place)
         else:

@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import secrets
+import socket as sockets
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
@@ -104,6 +105,18 @@ class Gateway:
         self._url = url_of(self._host, self._port) if public is None else public.replace("{port}", str(self._port))
         if self.socket is not None:
             await web.UnixSite(self._runner, self.socket, backlog=1024).start()
+
+    async def serve_at(self, listener: sockets.socket) -> Callable[[], Awaitable[None]]:
+        """Serve connections to a socket that listens, such as one inside a workspace. What is returned ends that."""
+        assert self._runner is not None, "it has started"
+        site = web.SockSite(self._runner, listener)
+        await site.start()
+        return site.stop
+
+    @property
+    def port(self) -> int:
+        """On which it listens. Known once it has started."""
+        return self._port
 
     @property
     def model(self) -> str:

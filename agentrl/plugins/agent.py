@@ -26,12 +26,14 @@ from agentrl.jsonable import dumps
 from agentrl.plugins.registry import construct, load
 from agentrl.plugins.types import Json, Message, Task
 from agentrl.recipe.sections.agent import AgentSection
+from agentrl.workspace.workspace import Workspace
 
 _THREADS = 64  # synchronous agents at once
 _POLL_SECONDS = 0.05
 _STOP_SECONDS = 20.0  # for a supervisor to end its program
 _OUTPUT_BYTES = 1 << 16
 _MOST_READS = 16  # of 64 KiB: the most that a pipe holds
+_OPENING = "/tmp/agentrl-task.json"  # in a workspace
 _REMEDY = "give its requests time-outs, or write it `async def`"
 CallTool = Callable[[str, Mapping[str, Json] | str], Any]
 
@@ -62,6 +64,8 @@ class AgentClient:
     """Seconds that the rollout may still take."""
     socket: str | None = None
     """Path of the gateway's Unix socket, where a sandbox needs one."""
+    workspace: Workspace | None = None
+    """Files and processes of the rollout, where the recipe has a section `workspace`."""
 
     def openai(self, **options: Any) -> Any:
         """An `openai.AsyncOpenAI` for the gateway; use it in `async with`. options: further arguments of it.
@@ -168,19 +172,22 @@ class ProgramAgent(Agent):
     """Of the program, for messages."""
     sandbox: ProgramSandbox | None = None
     """What it runs in, if in any."""
+    inside: bool = False
+    """Run it in the rollout's workspace, in its home folder."""
     _running: dict[str, ProcessTree] = field(default_factory=dict)  # by working folder
 
     def __post_init__(self) -> None:
         self.name = self.name or Path(self.command[0]).name
 
     async def solve(self, task: Task, client: AgentClient) -> Outcome:
+        if self.inside:
+            assert client.workspace is not None, "each rollout has one"
+            return await self._solve_inside(task, client, client.workspace)
         outer = Path(tempfile.mkdtemp(prefix="agentrl-agent-"))
         folder, opening = outer / "work", outer / "task.json"
         folder.mkdir()
-        given = {"id": task.id, "data": task.data, "messages": client.messages, "tools": client.tools}
-        opening.write_text(dumps(given, default=str), "utf-8")
-        prompt = next((text for message in reversed(client.messages) if (text := _text(message))), "")
-        words = [word.replace("{prompt}", prompt) for word in self.command]
+        opening.write_text(_opening_json(task, client), "utf-8")
+        words = self._words(client)
         inherited: Mapping[str, str] = os.environ
         if self.sandbox is not None:
             assert client.socket is not None, "the gateway of a sandbox has a socket"
@@ -210,6 +217,22 @@ class ProgramAgent(Agent):
         output.close()
         return Outcome(exit_code=tree.exit_code, output=output.text, folder=str(folder))
 
+    async def _solve_inside(self, task: Task, client: AgentClient, workspace: Workspace) -> Outcome:
+        """Run the program in the workspace. Raises WorkspaceError."""
+        await workspace.write(_OPENING, _opening_json(task, client).encode())
+        try:
+            done = await workspace.exec(
+                self._words(client), env=self._environment(client, Path(_OPENING)),
+                seconds=client.timeout + _STOP_SECONDS, output=_OUTPUT_BYTES // 2,
+            )  # fmt: skip
+        except asyncio.CancelledError:  # it was killed, and the rollout is judged by its files as they are
+            return Outcome()
+        return Outcome(exit_code=None if done.timed_out else done.exit_code, output=done.text())
+
+    def _words(self, client: AgentClient) -> list[str]:
+        prompt = next((text for message in reversed(client.messages) if (text := _text(message))), "")
+        return [word.replace("{prompt}", prompt) for word in self.command]
+
     def _environment(self, client: AgentClient, opening: Path) -> dict[str, str]:
         return {
             "OPENAI_BASE_URL": client.base_url,
@@ -230,6 +253,12 @@ class ProgramAgent(Agent):
         trees = list(self._running.values())
         self._running.clear()
         await asyncio.gather(*(in_thread(tree.end, True) for tree in trees))
+
+
+def _opening_json(task: Task, client: AgentClient) -> str:
+    """What a program is told of its task."""
+    given = {"id": task.id, "data": task.data, "messages": client.messages, "tools": client.tools}
+    return dumps(given, default=str)
 
 
 def _text(message: Message) -> str:
@@ -284,13 +313,18 @@ class _Output:
         return self._kept.decode("utf-8", "replace")
 
 
-def make_agent(section: AgentSection) -> Agent:
-    """The agent of a recipe: its program, a class (or object) of `Agent`, or a function. Raises UserError."""
+def make_agent(section: AgentSection, inside: bool = False) -> Agent:
+    """The agent of a recipe: its program, a class (or object) of `Agent`, or a function. inside: the recipe has a
+    section `workspace`, in which a program runs. Raises UserError."""
     if section.command and (section.name or section.args):
         raise UserError("agent: give `command`, or `name` and `args`, not both")
     if section.command:
         if section.processes:
             raise UserError("agent.processes: a program has a process of its own already; leave it out")
+        if inside and section.sandbox is not None:
+            raise UserError("agent.sandbox: the program runs in a workspace already; leave it out")
+        if inside:
+            return ProgramAgent(section.command, inside=True)
         if shutil.which(section.command[0]) is None:
             raise UserError(f"agent.command: there is no program {section.command[0]!r} on the PATH")
         sandbox = ProgramSandbox.tried(section.command[0], section.sandbox) if section.sandbox is not None else None

@@ -35,9 +35,10 @@ _TOOLS = 64  # calls of tools that a rollout has under way at once
 _Message = tuple[str, int, Any]  # what it is, of which rollout, and what belongs to it
 
 
-def agent_of_recipe(section: AgentSection) -> Agent:
-    """The agent of a recipe, in processes of its own where the recipe says so. Raises UserError."""
-    made = make_agent(section)
+def agent_of_recipe(section: AgentSection, inside: bool = False) -> Agent:
+    """The agent of a recipe, in processes of its own where the recipe says so. inside: as of `make_agent`. Raises
+    UserError."""
+    made = make_agent(section, inside)
     return AgentProcesses(made, section) if section.processes else made
 
 
@@ -54,7 +55,7 @@ class AgentProcesses(Agent):
         """Do the task in the process that does the fewest. Raises InfrastructureError, one line: what the agent raised,
         or how its process ended."""
         try:
-            given = pickle.dumps((task, replace(client, call_tool=_absent)))
+            given = pickle.dumps((task, replace(client, call_tool=_absent, workspace=None)))
         except Exception as error:
             raise InfrastructureError(
                 f"the task cannot be sent to a process ({type(error).__name__}: {error}): keep what cannot be pickled "

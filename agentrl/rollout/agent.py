@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -455,7 +455,11 @@ class AgentDriver(Driver):
         opening = tuple(request.main.messages)
         where = Boundary.AGENT, f"agent {self.agent.name}"
         finish = FinishReason.STOP
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
+            if request.workspace is not None and request.workspace.listens:
+                request.main.at = Boundary.WORKSPACE, f"workspace {request.workspace.id}"
+                listener = await request.workspace.listen(self.gateway.port)
+                stack.push_async_callback(await self.gateway.serve_at(listener))
             client = self._client(request, rollout, opening, stack.enter_context(self.gateway.serving(rollout)))
             request.main.at = where
             try:
@@ -487,7 +491,9 @@ class AgentDriver(Driver):
         request.cleanups.append((f"agent {self.agent.name}", lambda: self.agent.release(outcome)))
 
     def _client(self, request: AgentRequest, rollout: Rollout, opening: tuple[Message, ...], key: str) -> AgentClient:
-        url = self.gateway.sandbox_url if self.section.sandbox is not None else self.gateway.url
+        workspace = request.workspace
+        inside = self.section.sandbox is not None or (self.section.command and workspace and workspace.listens)
+        url = self.gateway.sandbox_url if inside else self.gateway.url
         return AgentClient(
             base_url=f"{url}/v1",
             anthropic_url=url,
@@ -499,6 +505,7 @@ class AgentDriver(Driver):
             call_tool=rollout.call_tool,
             timeout=max(1.0, request.main.deadline - time.monotonic()),
             socket=self.gateway.socket,
+            workspace=request.workspace,
         )
 
     def _forget(self, request: AsyncRolloutRequest) -> None:

@@ -92,7 +92,7 @@ class Player:
         limit_images(recipe)
         env = env or make_environment(recipe.env)
         rewards = make_rewards(recipe.rewards)
-        agent = agent_of_recipe(recipe.agent) if recipe.agent is not None else None
+        agent = agent_of_recipe(recipe.agent, recipe.workspace is not None) if recipe.agent is not None else None
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)

@@ -6,6 +6,7 @@ again. Every call ends within a deadline, and what it returns is bounded.
 """
 
 import posixpath
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -144,6 +145,8 @@ class Workspace(ABC):
     """Unique among those of a provider; for logs and for labels."""
     home: str = HOME
     """The folder in which programs start."""
+    listens: bool = False
+    """Whether it can `listen`."""
 
     @abstractmethod
     async def exec(
@@ -190,6 +193,11 @@ class Workspace(ABC):
     async def unpack(self, tar: bytes) -> None:
         """Write what `pack` made, or any tar of files, folders and links relative to /. Raises PathError,
         WorkspaceError."""
+
+    async def listen(self, port: int) -> socket.socket:
+        """Listen at a port of the loopback inside, and return the socket, whose connections come to this process.
+        Raises WorkspaceError, also where the provider cannot."""
+        raise WorkspaceError(f"workspace {self.id}: its provider carries no connections from inside")
 
     async def upload(self, local: Path, remote: str) -> None:
         """Copy a file or folder of this machine to a path. Raises OSError, PathError, WorkspaceError."""

@@ -47,6 +47,7 @@ _OWNER_OF = 0xB701  # NS_GET_USERNS
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _SECCOMP_MODE_FILTER = 22, 36, 2
 _CAPABILITIES_VERSION = 0x20080522
+_STAGES = ("/media", "/srv", "/tmp")  # what they hide must hold no image
 _PARENT_SECONDS, _READY_SECONDS, _END_SECONDS = 2.0, 60.0, 10.0
 _LOOK, _CLOSE_LOOK, _PAUSE = 0.05, 0.5, 50  # as in `guard`
 _READY = b"ready\n"
@@ -78,6 +79,7 @@ class Keeper:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a new user namespace takes it back
         mount("none", "/", "", _REC | _PRIVATE)
         limits = self.spec["limits"]
         size = f"mode=0755,size={limits['disk']},nr_inodes={limits['files'] + 16}"
@@ -86,14 +88,13 @@ class Keeper:
             os.mkdir(f"{self.top}/{name}")
         os.mkdir(f"{self.top}/shm")
         lower = [f"{self.config['snapshots']}/{name}" for name in self.spec["layers"]]
-        lower.append(self.spec["image"] or self.config["skeleton"])
+        lower += [self.spec["image"], self.config["points"]] if self.spec["image"] else [self.config["skeleton"]]
         self.lower = lower
         options = f"lowerdir={':'.join(map(_escaped, lower))}"
         if len(lower) > 1:
             mount("overlay", f"{self.top}/before", "overlay", _NOSUID | _NODEV, f"{options},userxattr")
         above = f",upperdir={self.top}/upper,workdir={self.top}/work,userxattr"
         mount("overlay", f"{self.top}/root", "overlay", _NOSUID | _NODEV, options + above)
-        os.makedirs(f"{self.top}/root{self.config['home']}", exist_ok=True)
 
     @property
     def before(self) -> str:
@@ -153,24 +154,15 @@ class Keeper:
         os.execve(self.config["bwrap"], [self.config["bwrap"], *words], {})
 
     def end(self) -> None:
-        """Kill everything inside, and wait until it is gone; files stay."""
-        if not self.bwrap:
-            return
-        for pid in (self.init, self.bwrap):
-            if pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.bwrap, 0)
-        os.close(self.hold)
-        for fd in self.namespaces.values():
-            os.close(fd)
-        self.bwrap = self.init = 0
-        self.namespaces = {}
-        end = time.monotonic() + _END_SECONDS
-        while self.running and time.monotonic() < end:  # the kernel has killed them
-            self.reap(os.WNOHANG)
-            time.sleep(0.001)
+        """Kill everything inside, and wait until it is gone; files stay. Process 1 inside ends once we have reaped
+        those in it that are our children; then bubblewrap hears, and ends, too."""
+        if self.bwrap:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.init or self.bwrap, signal.SIGKILL)
+        last = time.monotonic() + _END_SECONDS
+        while (self.bwrap or self.running) and time.monotonic() < last:
+            self.reap()
+            time.sleep(0.0005)
 
     def join(self) -> None:
         """Enter the namespaces of bubblewrap, in a fork, and give up all rights there."""
@@ -217,7 +209,6 @@ class Keeper:
             for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             os.setsid()
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if outside:
                 self.outside(request, fds)
             else:
@@ -225,6 +216,7 @@ class Keeper:
                           "DATA": self.spec["limits"]["memory"], "NOFILE": self.spec["limits"]["descriptors"],
                           "FSIZE": self.spec["limits"]["disk"]}  # fmt: skip
                 self.join()
+                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
                 measure.confine(limits)
                 self.inside(request, fds)
         except OSError as error:
@@ -266,11 +258,11 @@ class Keeper:
         """Tell the host something."""
         self.channel.sendall(json.dumps(said).encode())
 
-    def reap(self, flags: int = os.WNOHANG) -> None:
+    def reap(self) -> None:
         """Say which requests have ended, and how."""
         while True:
             try:
-                pid, status = os.waitpid(-1, flags)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -422,7 +414,6 @@ def _escaped(path: str) -> str:
 
 def keep(config: dict[str, Any], spec: dict[str, Any], channel: socket.socket) -> None:
     """Keep one workspace until its channel closes, in a fork."""
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         keeper = Keeper(config, spec, channel)
         keeper.start()
@@ -459,14 +450,14 @@ def main() -> None:
     state = config["state"]
     try:
         if config["uid"] is not None:
-            staged = stage([["--bind", state, state], *config["binds"], *config["waiter"]])
+            staged = stage([["--bind", state, state], *config["binds"], *config["waiter"]], next(filter(os.path.isdir, _STAGES)))
             state, staged = staged[0][1], staged[1:]
             config["binds"], config["waiter"] = staged[: len(config["binds"])], staged[len(config["binds"]) :]
             os.setgroups([])
             os.setresgid(config["uid"], config["uid"], config["uid"])
             os.setresuid(config["uid"], config["uid"], config["uid"])
             libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
-        for name in ("mountpoint", "snapshots", "skeleton"):
+        for name in ("mountpoint", "snapshots", "skeleton", "points"):
             config[name] = f"{state}/{name}"
         serve(config, control)
     except OSError as error:

@@ -52,7 +52,7 @@ _LOCK = "lock"  # held by the run, so that a sweep sees that it lives
 _SYSTEM = ("/usr", "/nix/store", "/etc/ssl", "/etc/ca-certificates", "/etc/alternatives", "/etc/pki")
 _LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _ETC = ("ld.so.cache", "localtime", "mime.types", "nsswitch.conf", "protocols", "services")
-_FOLDERS = ("proc", "dev", "run/agentrl", "var/tmp", "srv", "opt", "mnt", "etc", "logs", "root", "app", "tests")
+_FOLDERS = ("var/tmp", "srv", "opt", "mnt", "etc", "logs", "root", "app", "tests")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 _LATE = 15.0  # seconds over a program's own, after which the keeper is not believed in any more
@@ -81,6 +81,11 @@ class BwrapProvider(WorkspaceProvider):
         self._lock = -1
         self._open: set[BwrapWorkspace] = set()
         self._count = 0
+
+    @property
+    def state(self) -> Path | None:
+        """The folder of this run's snapshots, while any workspace was opened."""
+        return self._state
 
     async def start(self, run: str) -> None:
         if not self._bwrap:
@@ -187,6 +192,8 @@ class BwrapProvider(WorkspaceProvider):
 class BwrapWorkspace(Workspace):
     """One workspace, and the socket of its keeper."""
 
+    listens = True
+
     def __init__(self, provider: BwrapProvider, name: str, spec: WorkspaceSpec, chain: Sequence[str]) -> None:
         self.id = name
         self._provider, self._spec, self._chain = provider, spec, tuple(chain)
@@ -213,7 +220,6 @@ class BwrapWorkspace(Workspace):
             self._timer = loop.call_later(self._spec.limits.seconds, self._lose, "its time is over")
 
     async def listen(self, port: int) -> socket.socket:
-        """Listen at a port of the loopback inside; connections come to us. Raises WorkspaceError."""
         call, name = self._ask({"op": "listen", "port": port}, ())
         await self._ended(call, name, _CALL_SECONDS)
         if not call.fds:
@@ -662,10 +668,12 @@ def made_state(folders: Sequence[str], ordinary: bool) -> Path:
     skeleton = state / "skeleton"
     for name in ("mountpoint", "snapshots"):
         (state / name).mkdir(mode=0o755)
-    for name in (*_FOLDERS, HOME[1:], *(place[1:] for place in _shown(folders))):
+    for name in (*_FOLDERS, *(place[1:] for place in _shown(folders))):
         (skeleton / name).mkdir(parents=True, exist_ok=True)
-    (skeleton / "tmp").mkdir()
-    (skeleton / "tmp").chmod(0o1777)
+    for top in (skeleton, state / "points"):  # the latter lies below an image, and has what may be missing there
+        for name in ("proc", "dev", "run/agentrl", HOME[1:], "tmp"):
+            (top / name).mkdir(parents=True, exist_ok=True)
+        (top / "tmp").chmod(0o1777)
     for link in filter(os.path.islink, _LINKS):
         (skeleton / link[1:]).symlink_to(os.readlink(link))
     for name in _ETC:

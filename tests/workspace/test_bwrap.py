@@ -1,0 +1,241 @@
+"""The provider bwrap beyond what every provider promises: what holds under attack, after a kill, and in images."""
+
+import asyncio
+import contextlib
+import http.server
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from agentrl_tools.workspaces.bwrap import BwrapProvider
+
+from agentrl.errors import PathError, UserError, WorkspaceError
+from agentrl.workspace.provider import Network, WorkspaceLimits, WorkspaceSpec
+from agentrl.workspace.workspace import MIB, ChangeKind
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[BwrapProvider]:
+    made = BwrapProvider()
+    await made.start("test")
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "cat /etc/shadow",
+        "mount -t tmpfs none /mnt",
+        "unshare -Ur true",
+        "echo x > /proc/sys/kernel/core_pattern",
+        "echo x > /usr/bin/python3",
+        "chmod u+w /usr/bin",
+        "ls /root/.bashrc",
+        "ls /work",
+        "kill -9 1; sleep 0.1; kill -0 1 && false",
+        "cat /proc/1/mem",
+        "python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 1)'",
+        "python3 -c 'import ctypes; l=ctypes.CDLL(None,use_errno=True); raise SystemExit(l.ptrace(16,1,0,0) and 1)'",
+        "python3 -c 'import fcntl; fcntl.ioctl(open(\"/dev/ptmx\",\"wb\"), 0x5412, b\"x\")'",
+    ],
+)
+async def test_attacks_from_inside_fail(provider: BwrapProvider, attack: str) -> None:
+    workspace = await provider.open(WorkspaceSpec())
+    assert (await workspace.exec(attack)).exit_code != 0
+    assert (await workspace.exec("echo still here")).stdout == b"still here\n"
+
+
+async def test_nothing_of_this_machine_is_seen(provider: BwrapProvider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_MINE", "secret-value")
+    workspace = await provider.open(WorkspaceSpec(env={"MINE": "given"}))
+    shown = (await workspace.exec("env; cat /proc/*/environ; ps -eo pid,args; ls /home /root /tmp")).text()
+    assert "MINE=given" in shown
+    assert "secret-value" not in shown
+    assert "keeper.py" not in shown
+    assert str(os.getpid()) not in re.findall(r"^\s*(\d+) ", shown, re.M)
+
+
+async def test_ending_everything_from_inside_loses_no_files(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec())
+    await workspace.write("kept.txt", b"kept")
+    await workspace.exec("kill -9 -1")
+    assert await workspace.read("kept.txt") == b"kept"
+    assert (await workspace.exec("cat kept.txt")).stdout == b"kept"
+
+
+async def test_memory_of_all_processes_together_is_bounded(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec(limits=WorkspaceLimits(memory=200 * MIB)))
+    eat = "python3 -c 'import time; x = bytearray(80 << 20); time.sleep(20)'"
+    done = await workspace.exec(f"for i in 1 2 3 4 5; do {eat} & done; wait", seconds=30)
+    assert done.stopped == "its processes used more than 200 MiB of memory"
+    assert done.exit_code == 137
+    one = await workspace.exec("python3 -c 'bytearray(300 << 20)'")
+    assert b"MemoryError" in one.stderr
+    assert (await workspace.exec("echo works")).ok
+
+
+async def test_a_fork_bomb_ends(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec(limits=WorkspaceLimits(processes=40)))
+    bomb = "import os, time\nwhile True:\n  try: os.fork()\n  except OSError: time.sleep(0.05)"
+    done = await workspace.exec(["python3", "-c", bomb], seconds=2)
+    assert done.timed_out or done.stopped
+    await workspace.end_processes()
+    assert (await workspace.exec("ls /proc | grep -c '^[0-9]'")).stdout.strip() in (b"4", b"5", b"6")
+
+
+async def test_disk_and_files_are_bounded(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec(limits=WorkspaceLimits(disk=8 * MIB, files=200)))
+    full = await workspace.exec("head -c 20000000 /dev/zero > big; head -c 20000000 /dev/zero > /dev/shm/big; true")
+    assert b"No space left" in full.stderr or b"File size" in full.stderr
+    sizes = [len(await workspace.read(path)) for path in ("big", "/dev/shm/big")]
+    assert sum(sizes) <= 8 * MIB
+    many = await workspace.exec("rm -f big; for i in $(seq 300); do echo > f$i || exit 3; done")
+    assert many.exit_code != 0
+    with pytest.raises(PathError, match="No space left"):
+        await workspace.write("more", bytes(10 * MIB))
+
+
+async def test_an_image_is_a_root_folder(provider: BwrapProvider, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    for program in ("sh", "cat", "ls"):
+        found = os.path.realpath(str(shutil.which(program)))
+        listed = subprocess.run(["ldd", found], capture_output=True, text=True, check=True).stdout
+        for path in [found, *re.findall(r"(/\S+) \(0x", listed)]:
+            place = image / (f"bin/{program}" if path == found else path[1:])
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(os.path.realpath(path), place)
+    (image / "hello.txt").write_text("hello")
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.owner() == image.owner() and folder != Path("/"):
+            with contextlib.suppress(PermissionError):
+                folder.chmod(folder.stat().st_mode | 0o055)
+    workspace = await provider.open(WorkspaceSpec(image=str(image)))
+    assert (await workspace.exec("cat /hello.txt; ls /")).stdout.startswith(b"hello")
+    assert b"usr/bin/python3" not in (await workspace.exec("ls /usr/bin/python3")).stdout
+    await workspace.write("/made.txt", b"made")
+    assert [(c.path, c.kind) for c in await workspace.diff()] == [("/made.txt", ChangeKind.ADDED)]
+    assert not (image / "made.txt").exists()
+    with pytest.raises(UserError, match="is no folder"):
+        await provider.open(WorkspaceSpec(image="/no/such/image"))
+
+
+class _Hello(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = self.headers["Host"].encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.2", 0), _Hello) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        yield made.server_address[1]
+        made.shutdown()
+
+
+_FETCH = "python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).read().decode())' "
+
+
+async def test_listed_hosts_are_reached_and_no_others(provider: BwrapProvider, server: int) -> None:
+    workspace = await provider.open(WorkspaceSpec(network=Network(hosts=(f"127.0.0.2:{server}",))))
+    assert (await workspace.exec(f"{_FETCH} http://127.0.0.2:{server}/")).stdout.startswith(b"127.0.0.2:")
+    refused = await workspace.exec(f"{_FETCH} http://127.0.0.3:{server}/")
+    assert b"403" in refused.stderr
+    direct = await workspace.exec(f"http_proxy= {_FETCH} http://127.0.0.2:{server}/")
+    assert not direct.ok
+
+
+async def test_everything_is_reached_where_that_is_asked_for(provider: BwrapProvider, server: int) -> None:
+    workspace = await provider.open(WorkspaceSpec(network=Network(everything=True)))
+    assert (await workspace.exec(f"{_FETCH} http://127.0.0.2:{server}/")).ok
+
+
+async def test_a_workspace_ends_when_its_time_is_over(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec(limits=WorkspaceLimits(seconds=0.3)))
+    with pytest.raises(WorkspaceError, match="its time is over"):
+        await workspace.exec("sleep 20", seconds=30)
+
+
+async def test_the_end_of_the_script_is_the_machinery_s_fault_and_the_next_workspace_opens(
+    provider: BwrapProvider,
+) -> None:
+    workspace = await provider.open(WorkspaceSpec())
+    running = asyncio.ensure_future(workspace.exec("sleep 30"))
+    await asyncio.sleep(0.1)
+    for pid in _script_of(os.getpid()):
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkspaceError):
+        await running
+    again = await provider.open(WorkspaceSpec())
+    assert (await again.exec("echo hi")).ok
+
+
+def _script_of(parent: int) -> list[int]:
+    """Scripts of keepers that are children of a process."""
+    listed = subprocess.run(["ps", "-ww", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+    rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
+    return [int(pid) for pid, ppid, args in rows if int(ppid) == parent and "keeper.py" in args]
+
+
+_OPENER = """
+import asyncio, sys
+from agentrl_tools.workspaces.bwrap import BwrapProvider
+from agentrl.workspace.provider import WorkspaceSpec
+async def main():
+    provider = BwrapProvider()
+    await provider.start("killed")
+    opened = [await provider.open(WorkspaceSpec()) for _ in range(20)]
+    for one in opened:
+        await one.exec("sleep 98765 & setsid sleep 98765 &")
+    await opened[0].snapshot()
+    print(provider.state, flush=True)
+    await asyncio.sleep(100)
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_run_leaves_no_process_and_its_files_are_swept(tmp_path: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", _OPENER], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    state = await asyncio.to_thread(run.stdout.readline)
+    run.kill()
+    run.wait()
+    end = time.monotonic() + 10
+    while _sleepers() and time.monotonic() < end:
+        await asyncio.sleep(0.05)
+    assert not _sleepers()
+    assert Path(state.strip()).parent == Path(tempfile.gettempdir())
+    await asyncio.sleep(0.2)
+    provider = BwrapProvider()
+    await provider.start("next")
+    assert not Path(state.strip()).exists()
+    await provider.close()
+
+
+def _sleepers() -> list[str]:
+    listed = subprocess.run(["ps", "-ww", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith("sleep 98765")]
+
+
+async def test_many_open_at_once(provider: BwrapProvider) -> None:
+    opened = await asyncio.gather(*(provider.open(WorkspaceSpec()) for _ in range(50)))
+    done = await asyncio.gather(*(one.exec(f"echo {n} > n; cat n") for n, one in enumerate(opened)))
+    assert [int(one.stdout) for one in done] == list(range(50))

@@ -55,6 +55,8 @@ _OURS = ("/dev", "/proc", "/sys", "/run/.containerenv", "/run/secrets", "/.docke
 _NO_PROGRAM = ("executable file not found", "no such file or directory", "permission denied", "exec format error",
                "too many levels of symbolic links", "input/output error")  # fmt: skip
 """How a daemon says that the shell of the image is gone."""
+_FULL = ("resource temporarily unavailable", "cannot allocate memory", "no space left on device", "too many open files")
+"""How it says that a limit of the workspace is reached."""
 _NO_USER = ("unable to find user", "no matching entries in passwd", "no users found", "unable to find group")
 _NO_PATH = ("not a directory", "is a directory", "file exists", "no space left", "read-only file system",
             "file name too long", "too many levels of symbolic links", "permission denied", "no such file")  # fmt: skip
@@ -77,6 +79,7 @@ class Container(Workspace):
         self._config: dict[str, Any] = {}
         self._why = ""
         self._stops, self._stopped = 0, ""
+        self._restarts = asyncio.Lock()
         self._written, self._running = asyncio.Event(), 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -162,8 +165,9 @@ class Container(Workspace):
 
     async def _started(self, words: Sequence[str], options: dict[str, Any]) -> tuple[Any, Stream]:
         """Start a program; where the container was stopped, it is started again. Raises PathError, WorkspaceError."""
-        self._check()
         for again in (False, True):
+            async with self._restarts:
+                self._check()
             try:
                 return await self._daemon.started("start a program", self.container, words, **options)
             except DaemonError as error:
@@ -171,12 +175,15 @@ class Container(Workspace):
                 if any(words in text for words in _NO_USER):
                     raise PathError(f"user {options.get('user')!r}: the image has no such user") from None
                 state = await self._state()
+                if state.get("Running") and any(words in text for words in _FULL):
+                    raise _NoProgramError("no program can be started: the workspace's limits are reached") from None
                 if state.get("Running") and any(words in text for words in _NO_PROGRAM):
                     raise _NoProgramError("/bin/sh of the image cannot be started") from None
                 if again or state.get("Running"):
                     raise
-            self._stops, self._stopped = self._stops + 1, "its first process was killed, for want of memory"
-            await self._daemon.call("start a container", self._handle.start())
+            self._stops, self._stopped = self._stops + 1, "its first process was killed"
+            async with self._restarts:
+                await self._daemon.call("start a container", self._handle.start())
         raise AssertionError("not reached")
 
     async def _heard(self, call: "_Call", execution: Any, stream: Stream, seconds: float, user: str) -> bool:
@@ -318,9 +325,11 @@ class Container(Workspace):
         try:
             return await self._daemon.call("look at a path", looked())
         except DaemonError as error:
-            if error.status != 404:
+            if not 400 <= error.status < 900:
                 raise
-        await self._state()
+            await self._state()
+            if error.status != 404:  # and no answer to say why
+                raise PathError(f"{path}: too many links, or a file where a folder should be") from None
         return None
 
     async def read(self, path: str, *, offset: int = 0, limit: int = READ) -> bytes:
@@ -477,7 +486,8 @@ class Container(Workspace):
 
     async def end_processes(self) -> None:
         self._check()
-        await self._daemon.call("restart a container", self._handle.restart(t=0))
+        async with self._restarts:
+            await self._daemon.call("restart a container", self._handle.restart(t=0))
         if not (await self._state()).get("Running"):
             raise WorkspaceError(f"workspace {self.id}: its container does not run any more")
 

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from podman_help import IMAGE, Podman, podman_service
+from podman_help import IMAGE, Podman
 from workspace_contract import Offer, eventually, said
 
 from agentrl.errors import UserError
@@ -35,12 +35,6 @@ pytestmark = pytest.mark.slow
 
 BWRAP = "agentrl_tools.workspaces.bwrap:BwrapProvider"
 DOCKER = "agentrl_tools.workspaces.docker:DockerProvider"
-
-
-@pytest.fixture(scope="session")
-def podman() -> Iterator[Podman]:
-    with podman_service() as running:
-        yield running
 
 
 @pytest.fixture(params=["bwrap", "docker"])

@@ -98,7 +98,7 @@ def podman_service(image: bool = True) -> Iterator[Podman]:
     finally:
         stop(podman)
         subprocess.run(podman.command("rm", "-af"), env=podman.env, capture_output=True, check=False)
-        subprocess.run(podman.command("unshare", "true"), env=podman.env, capture_output=True, check=False)
+        subprocess.run(["umount", f"{folder}/root/overlay"], capture_output=True, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 

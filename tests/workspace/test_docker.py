@@ -101,19 +101,22 @@ async def opened(**args: Any) -> AsyncIterator[tuple[DockerProvider, Container]]
 CALLS: dict[str, Callable[[Workspace], Awaitable[object]]] = {
     "exec": lambda w: w.exec("echo x"), "terminal": lambda w: w.terminal(), "read": lambda w: w.read("/etc/passwd"),
     "write": lambda w: w.write("x", b"x"), "listing": lambda w: w.listing("/"), "pack": lambda w: w.pack(["/etc"]),
-    "unpack": lambda w: w.upload(Path(__file__), "given"), "snapshot": lambda w: w.snapshot(), "diff": lambda w: w.diff(),
-    "fresh": lambda w: w.fresh(), "end_processes": lambda w: w.end_processes(),
+    "unpack": lambda w: w.upload(Path(__file__), "given"), "snapshot": lambda w: w.snapshot(),
+    "diff": lambda w: w.diff(), "fresh": lambda w: w.fresh(), "end_processes": lambda w: w.end_processes(),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", ["hang", "nonsense", "no json", "other json", "error", "cut"])
 async def test_a_daemon_that_fails_is_not_the_programs_fault(podman: Podman, proxy: Proxy, fault: str) -> None:
-    async with opened(address=proxy.address, deadline=1.0) as (_, workspace):
+    async with opened(address=proxy.address, deadline=4.0) as (_, workspace):
         proxy.mode = fault
-        for name, call in CALLS.items():
-            with pytest.raises(WorkspaceError, match=r"^[^\n]{10,600}$"):
-                await asyncio.wait_for(call(workspace), 30)
-                pytest.fail(f"{name} answered")
+        ends = await asyncio.wait_for(
+            asyncio.gather(*(call(workspace) for call in CALLS.values()), return_exceptions=True), 60
+        )
+        for name, end in zip(CALLS, ends, strict=True):
+            assert isinstance(end, WorkspaceError), f"{name}: {end!r}"
+            assert 10 < len(str(end)) < 600
+            assert "\n" not in str(end)
         proxy.mode = ""
         assert (await workspace.exec("echo lives")).stdout == b"lives\n"
     assert podman.containers() == []
@@ -142,6 +145,7 @@ async def _read_to_the_end(terminal: Any) -> None:
     for _ in range(20):
         if await terminal.read(0.5) is None:
             return
+    raise AssertionError("it does not end")
 
 
 async def test_a_daemon_that_answers_slowly(proxy: Proxy) -> None:
@@ -154,14 +158,14 @@ async def test_a_daemon_that_answers_slowly(proxy: Proxy) -> None:
 
 
 async def test_a_daemon_that_hangs_under_a_program_with_a_deadline(proxy: Proxy) -> None:
-    async with opened(address=proxy.address, deadline=1.0) as (_, workspace):
-        running = asyncio.ensure_future(workspace.exec("sleep 60", seconds=2.0))
-        await asyncio.sleep(0.7)
+    async with opened(address=proxy.address, deadline=4.0) as (_, workspace):
+        running = asyncio.ensure_future(workspace.exec("sleep 60", seconds=3.0))
+        await asyncio.sleep(1.5)
         proxy.mode = "hang"
         began = time.monotonic()
-        with pytest.raises(WorkspaceError, match="no answer within 1 s"):
+        with pytest.raises(WorkspaceError, match="no answer within 4 s"):
             await running
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 15
         proxy.mode = ""
 
 
@@ -211,7 +215,7 @@ async def _end(workspace: Workspace) -> str:
 async def test_images_that_are_not_there(podman: Podman) -> None:
     provider = DockerProvider(podman.address, pull=False)
     await provider.start("test")
-    with pytest.raises(UserError, match="'localhost/none:1'.*podman import"):
+    with pytest.raises(UserError, match=r"'localhost/none:1'.*podman import"):
         await provider.open(WorkspaceSpec("localhost/none:1"))
     with pytest.raises(UserError, match="name an image"):
         await provider.open(WorkspaceSpec())
@@ -225,7 +229,7 @@ async def test_images_that_are_not_there(podman: Podman) -> None:
 
 async def test_an_image_is_built_once(podman: Podman, tmp_path: Path) -> None:
     (tmp_path / "Dockerfile").write_text(
-        f"FROM {IMAGE}\nCOPY answer /srv/answer\nENV WORD=here\nWORKDIR /srv\nUSER agent\n"
+        f"FROM {IMAGE}\nCOPY answer /srv/answer\nENV WORD=here\nWORKDIR /srv\nUSER agent"
     )
     (tmp_path / "answer").write_text("42\n")
     provider = DockerProvider(podman.address, IMAGE)
@@ -245,7 +249,7 @@ async def test_an_image_is_built_once(podman: Podman, tmp_path: Path) -> None:
         fork = await provider.open(spec, await one.snapshot())
         assert (await fork.exec("pwd; id -un; cat /home/agent/mine")).stdout == b"/srv\nagent\nxy\n"
         (tmp_path / "Dockerfile").write_text("FROM registry.invalid/none:1\n")
-        with pytest.raises(UserError, match="Dockerfile: .*"):
+        with pytest.raises(UserError, match="Dockerfile: the"):
             await provider.open(spec := replace(spec, build=f"{tmp_path}/."))
         (tmp_path / "Dockerfile").unlink()
         with pytest.raises(UserError, match="no file Dockerfile"):
@@ -271,8 +275,7 @@ async def test_a_shell_that_a_program_removed(podman: Podman) -> None:
         assert (done.exit_code, done.ok) == (127, False)
         assert await workspace.read("/etc/passwd")
         assert [change.path for change in await workspace.diff()] == ["/bin"]
-        with pytest.raises((PathError, WorkspaceError)):
-            await workspace.terminal()
+        await _read_to_the_end(await workspace.terminal())
 
 
 def test_whose_run_is_dead() -> None:

@@ -23,8 +23,14 @@ from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, I
 from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_RUN, owner
 
 _WAIT = ["/bin/sh", "-c", "trap : TERM INT HUP; while :; do sleep 86400 & wait; done"]
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-"""What root needs inside to install packages and to become others; nothing that reaches the kernel or the network."""
+_DROPPED = (
+    "AUDIT_CONTROL", "AUDIT_READ", "AUDIT_WRITE", "BLOCK_SUSPEND", "DAC_READ_SEARCH", "IPC_LOCK", "IPC_OWNER", "LEASE",
+    "LINUX_IMMUTABLE", "MAC_ADMIN", "MAC_OVERRIDE", "MKNOD", "NET_ADMIN", "NET_BIND_SERVICE", "NET_BROADCAST", "NET_RAW",
+    "SETFCAP", "SETPCAP", "SYSLOG", "SYS_ADMIN", "SYS_BOOT", "SYS_CHROOT", "SYS_MODULE", "SYS_NICE", "SYS_PACCT",
+    "SYS_PTRACE", "SYS_RAWIO", "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "WAKE_ALARM",
+)  # fmt: skip
+"""All capabilities but what root needs to install packages and to become others. They are not `ALL` with some added
+again: podman gives what is added to ordinary users, too."""
 _SHARED_MEMORY = 64 * MIB
 _REPOSITORY = "localhost/agentrl-snapshot"
 
@@ -117,7 +123,7 @@ class DockerProvider(WorkspaceProvider):
         host: dict[str, Any] = {
             "NetworkMode": "default" if spec.network.everything else "none",
             "Memory": limits.memory, "MemorySwap": limits.memory, "PidsLimit": limits.processes,
-            "CapDrop": ["ALL"], "CapAdd": list(_CAPABILITIES), "SecurityOpt": ["no-new-privileges"],
+            "CapDrop": list(_DROPPED), "SecurityOpt": ["no-new-privileges"],
             "ShmSize": min(_SHARED_MEMORY, limits.memory // 2), "LogConfig": {"Type": "none"},
         }  # fmt: skip
         if self._quota:

@@ -26,6 +26,16 @@ pytestmark = pytest.mark.slow
 SPEC = WorkspaceSpec(IMAGE)
 
 
+HEAD = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+ANSWERS = {
+    "nonsense": b"\xff\x00\xfe nothing of HTTP \r\n\r\n" * 40,
+    "no json": HEAD % (b"200 OK", 6, b"<html>"),
+    "other json": HEAD % (b"200 OK", 4, b"[17]"),
+    "error": HEAD % (b"500 No", 15, b'{"message": ""}'),
+}
+"""What a daemon says instead of an answer."""
+
+
 class Proxy:
     """Stands in front of a daemon, and does to new and open connections what `mode` says."""
 
@@ -40,35 +50,32 @@ class Proxy:
         self._server = await asyncio.start_unix_server(self._connected, self._path)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         theirs, ours = await asyncio.open_unix_connection(self._socket.removeprefix("unix://"))
-        self._writers.add(ours)
-        with contextlib.suppress(OSError):
-            await asyncio.gather(self._carry(reader, ours, ""), self._carry(theirs, writer, "answer"))
+        self._writers |= {writer, ours}
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await asyncio.gather(self._carry(reader, ours), self._answer(theirs, writer))
         for end in (writer, ours):
             end.close()
 
-    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, what: str) -> None:
+    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
         while data := await source.read(1 << 16):
-            match self.mode if what == "answer" else "":
-                case "hang":
-                    await asyncio.sleep(3600)
-                case "slow":
-                    await asyncio.sleep(0.2)
-                case "nonsense":
-                    data = b"\xff\x00\xfe nothing of HTTP \r\n\r\n" * 40
-                case "no json":
-                    data = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 6\r\n\r\n<html>"
-                case "other json":
-                    data = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 4\r\n\r\n[17]"
-                case "error":
-                    data = b'HTTP/1.1 500 No\r\nContent-Type: application/json\r\nContent-Length: 15\r\n\r\n{"message": ""}'
-                case "cut":
-                    target.transport.abort()
             target.write(data)
             await target.drain()
-        if target.can_write_eof():
-            target.write_eof()
+        target.write_eof()
+
+    async def _answer(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            if self.mode == "hang":
+                await asyncio.sleep(3600)
+            elif self.mode == "cut":
+                target.transport.abort()
+            elif self.mode in ANSWERS:
+                target.write(ANSWERS[self.mode])
+                target.close()
+            await asyncio.sleep(0.2 if self.mode == "slow" else 0.0)
+            target.write(data)
+            await target.drain()
+        target.write_eof()
 
     async def die(self) -> None:
         """Let nothing and nobody answer any more."""
@@ -106,14 +113,17 @@ CALLS: dict[str, Callable[[Workspace], Awaitable[object]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["hang", "nonsense", "no json", "other json", "error", "cut"])
+@pytest.mark.parametrize("fault", ["hang", "cut", *ANSWERS])
 async def test_a_daemon_that_fails_is_not_the_programs_fault(podman: Podman, proxy: Proxy, fault: str) -> None:
-    async with opened(address=proxy.address, deadline=4.0) as (_, workspace):
+    async with opened(address=proxy.address, deadline=6.0) as (_, workspace):
         proxy.mode = fault
         ends = await asyncio.wait_for(
             asyncio.gather(*(call(workspace) for call in CALLS.values()), return_exceptions=True), 60
         )
+        answered = {"unpack"} if fault in ("no json", "other json") else set()  # nobody reads that answer
         for name, end in zip(CALLS, ends, strict=True):
+            if name in answered:
+                continue
             assert isinstance(end, WorkspaceError), f"{name}: {end!r}"
             assert 10 < len(str(end)) < 600
             assert "\n" not in str(end)
@@ -158,14 +168,14 @@ async def test_a_daemon_that_answers_slowly(proxy: Proxy) -> None:
 
 
 async def test_a_daemon_that_hangs_under_a_program_with_a_deadline(proxy: Proxy) -> None:
-    async with opened(address=proxy.address, deadline=4.0) as (_, workspace):
-        running = asyncio.ensure_future(workspace.exec("sleep 60", seconds=3.0))
-        await asyncio.sleep(1.5)
+    async with opened(address=proxy.address, deadline=6.0) as (_, workspace):
+        running = asyncio.ensure_future(workspace.exec("sleep 60", seconds=4.0))
+        await asyncio.sleep(2.5)
         proxy.mode = "hang"
         began = time.monotonic()
-        with pytest.raises(WorkspaceError, match="no answer within 4 s"):
+        with pytest.raises(WorkspaceError, match="no answer within 6 s"):
             await running
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 20
         proxy.mode = ""
 
 

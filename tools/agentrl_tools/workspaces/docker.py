@@ -79,6 +79,7 @@ class DockerProvider(WorkspaceProvider):
             except WorkspaceError as error:
                 errors.append(str(error))
         if len(errors) == len(self._daemons):
+            await self.close()
             raise UserError(f"workspace.provider 'docker': {errors[0]}; is it running?")
 
     async def open(self, spec: WorkspaceSpec, snapshot: Snapshot | None = None) -> Container:

@@ -17,7 +17,7 @@ from aiodocker.stream import Stream
 from yarl import URL
 
 from agentrl.errors import PathError, UserError, WorkspaceError
-from agentrl_tools.workspaces.owner import LABEL_OWNER, is_dead
+from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_PROVIDER, is_dead
 
 LONG_SECONDS = 600.0
 """Deadline of what depends on the size of images and files."""
@@ -192,15 +192,17 @@ class Daemon:
             f"have it ({line(why)}); build it, or import a root folder: tar -C ROOT -c . | podman import - {name}"
         )
 
-    async def sweep(self) -> None:
-        """Remove the containers and images of runs that are dead. Raises DaemonError."""
-        filters = json.dumps({"label": [LABEL_OWNER]})
+    async def sweep(self, provider: str = "") -> None:
+        """Remove the containers and images of a provider; without one those of runs that are dead. Raises
+        DaemonError."""
+        label = f"{LABEL_PROVIDER}={provider}" if provider else LABEL_OWNER
+        filters = json.dumps({"label": [label]})
         listed = {"all": "1", "filters": filters}
         containers = await self.json("list containers", "containers/json", listed, _FIRST_SECONDS)
-        for one in _of_the_dead(containers):
+        for one in _chosen(containers, provider):
             await self.remove_container(one)
         images = await self.json("list images", "images/json", {"filters": filters})
-        await self.remove_images(_of_the_dead(images))
+        await self.remove_images(_chosen(images, provider))
 
     async def remove_container(self, container: str) -> None:
         """End and remove one, if it is there. Raises DaemonError."""
@@ -271,12 +273,11 @@ def _message(text: str) -> str:
     return str(said.get("message") or said.get("cause") or text) if isinstance(said, dict) else text
 
 
-def _of_the_dead(listed: Any) -> list[str]:
-    """The ids of what a list names whose run is dead."""
+def _chosen(listed: Any, provider: str) -> list[str]:
+    """The ids of what a list names: of a provider, or of runs that are dead."""
     if not isinstance(listed, list):
         raise DaemonError(f"the Docker daemon failed to list what it has: {line(str(listed))}")
-    return [
-        str(one["Id"])
-        for one in listed
-        if isinstance(one, dict) and "Id" in one and is_dead(str((one.get("Labels") or {}).get(LABEL_OWNER, "")))
-    ]
+    labels = {str(one["Id"]): one.get("Labels") or {} for one in listed if isinstance(one, dict) and "Id" in one}
+    if provider:
+        return [name for name, has in labels.items() if has.get(LABEL_PROVIDER) == provider]
+    return [name for name, has in labels.items() if is_dead(str(has.get(LABEL_OWNER, "")))]

@@ -20,7 +20,7 @@ from agentrl.workspace.provider import Capabilities, Network, WorkspaceProvider,
 from agentrl.workspace.workspace import MIB, Snapshot, WorkspaceError
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image, line
-from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_RUN, owner
+from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_PROVIDER, LABEL_RUN, owner
 
 _WAIT = ["/bin/sh", "-c", "trap : TERM INT HUP; while :; do sleep 86400 & wait; done"]
 _DROPPED = (
@@ -63,7 +63,8 @@ class DockerProvider(WorkspaceProvider):
             raise UserError("workspace.args.deadline: seconds above 0")
         self._daemons = [Daemon(one, deadline) for one in addresses]
         self._image, self._pull, self._quota = image, pull, quota
-        self._run, self._count = "", 0
+        self._run, self._count, self._name = "", 0, secrets.token_hex(8)
+        self._started = False
         self._open: dict[Container, str] = {}  # with the name of the snapshot that each was opened from
         self._snapshots: dict[str, Daemon] = {}
         self._forgotten: set[str] = set()
@@ -78,6 +79,7 @@ class DockerProvider(WorkspaceProvider):
                 await daemon.sweep()
             except WorkspaceError as error:
                 errors.append(str(error))
+        self._started = True
         if len(errors) == len(self._daemons):
             await self.close()
             raise UserError(f"workspace.provider 'docker': {errors[0]}; is it running?")
@@ -138,7 +140,7 @@ class DockerProvider(WorkspaceProvider):
 
     def labels(self) -> dict[str, str]:
         """What says whose a container or an image is."""
-        return {LABEL_RUN: self._run, LABEL_OWNER: owner()}
+        return {LABEL_RUN: self._run, LABEL_OWNER: owner(), LABEL_PROVIDER: self._name}
 
     @property
     def measured(self) -> bool:
@@ -224,10 +226,11 @@ class DockerProvider(WorkspaceProvider):
     async def close(self) -> None:
         await asyncio.gather(*(container.close() for container in list(self._open)))
         for daemon in self._daemons:
-            mine = [name for name, where in reversed(self._snapshots.items()) if where is daemon]
-            with contextlib.suppress(WorkspaceError):
-                await daemon.remove_images(mine)
+            if self._started:
+                with contextlib.suppress(WorkspaceError):  # also what a daemon made and did not tell
+                    await daemon.sweep(self._name)
             await daemon.close()
+        self._started = False
         for looking in self._images.values():
             looking.cancel()
         self._snapshots.clear()

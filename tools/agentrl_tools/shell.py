@@ -39,9 +39,12 @@ _ESCAPED = re.compile(rb"[^ -&(-\[\]-~]")
 _PROMPTS = re.compile(rb"(?:\x1b\])?[0-9a-f]*;[0-9]+\x07")
 """Markers that were prompts, of which busybox may draw the end alone."""
 _UNITS = re.compile(r"\\0...|\\\\|.")
+_AT = r"""at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }; shell=$1
+"""
 # What the foreground processes of the shell $1 wait for: `read` of its terminal, `poll` for whatever, or neither.
-_ASK = r"""
-shell=$1; at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }
+_ASK = (
+    _AT
+    + r"""
 set -- $(at $shell); group=$6; said=
 for folder in /proc/[0-9]*; do
   set -- $(at ${folder#/proc/})
@@ -54,11 +57,22 @@ for folder in /proc/[0-9]*; do
 done
 echo $said
 """
+)
 
-_KILL = r"""
-at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }
-set -- $(at $1); [ "$6" -gt 1 ] && [ "$6" != "$3" ] && kill -9 -$6
+_KILL = (
+    _AT
+    + r"""
+set -- $(at $shell); [ "$6" -gt 1 ] && [ "$6" != "$3" ] && kill -9 -$6
 """
+)
+_END = (
+    _AT
+    + r"""
+for folder in /proc/[0-9]*; do
+  set -- $(at ${folder#/proc/}); [ "$4" = "$shell" ] && kill -9 ${folder#/proc/}
+done
+"""
+)
 
 
 class Ending(StrEnum):
@@ -130,8 +144,14 @@ class Shell:
         assert self._terminal is not None
         return await self._interrupted(self._terminal, Output(), Ending.DONE)
 
+    async def end(self) -> None:
+        """End the shell and what it started, in the background, too."""
+        if self._terminal is not None:
+            await self._ask(_END)
+        await self.close()
+
     async def close(self) -> None:
-        """End the shell and what it started."""
+        """End the shell; what runs in the background ends with the workspace."""
         terminal, self._terminal, self.running = self._terminal, None, False
         if terminal is not None:
             await terminal.close()
@@ -211,7 +231,7 @@ class Shell:
         await terminal.interrupt()
         for kill in (False, True):
             if kill:
-                await self._workspace.exec(["sh", "-c", _KILL, "sh", self._pid], cwd="/", seconds=5.0)
+                await self._ask(_KILL)
             await self._gather(terminal, output, former, _PROMPT)
             await terminal.send(_PROBE.format(nonce=self._nonce).encode())
             code = await self._gather(terminal, output, self._nonce, _BACK)
@@ -219,7 +239,7 @@ class Shell:
                 self.running = self.waiting = False
                 break
         else:
-            await self.close()
+            await self.end()
         ending = why if code is not None else Ending.LOST
         return Ran(ending, _without_traces(_without_traces(output.data(), self._nonce), former), code or 0)
 
@@ -240,9 +260,13 @@ class Shell:
         """Whether the program waits for what is typed: it reads the terminal, or it waits for something and has left
         a line unfinished, as prompts are."""
         unfinished = (self._pending or output.last)[-1:] not in (b"", b"\n")
-        asked = await self._workspace.exec(["sh", "-c", _ASK, "sh", self._pid], cwd="/", seconds=5.0)
-        does = asked.stdout.strip()
+        does = await self._ask(_ASK)
         return does == b"read" or (unfinished and does in (b"poll", b""))
+
+    async def _ask(self, script: str) -> bytes:
+        """What a script about the processes of the shell prints."""
+        asked = await self._workspace.exec(["sh", "-c", script, "sh", self._pid], cwd="/", seconds=5.0)
+        return asked.stdout.strip()
 
 
 def _marker(nonce: str, value: bytes) -> re.Pattern[bytes]:

@@ -148,7 +148,7 @@ async def test_long_output_is_cut_in_the_middle_and_a_file_has_the_rest():
 
 
 async def test_programs_that_never_stop_printing_are_ended():
-    async with terminal(seconds=10, output=200) as say:
+    async with terminal(seconds=100, output=200) as say:
         text = await say("yes")
         assert text.startswith("y\ny\n")
         assert text.endswith("[it printed far too much and was ended]")

@@ -36,8 +36,6 @@ _TYPED = (
 )
 _PROBE = "__s=130;stty sane -echo 2>/dev/null;printf '\\033]%s;%s\\007' {nonce} 130 >/dev/tty\n"
 _ESCAPED = re.compile(rb"[^ -&(-\[\]-~]")
-_PROMPTS = re.compile(rb"(?:\x1b\])?[0-9a-f]*;[0-9]+\x07")
-"""Markers that were prompts, of which busybox may draw the end alone."""
 _UNITS = re.compile(r"\\0...|\\\\|.")
 _AT = r"""at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }; shell=$1
 """
@@ -112,7 +110,7 @@ class Shell:
         self._workspace, self._seconds = workspace, seconds
         self._terminal: Terminal | None = None
         self._pid = ""
-        self._nonce = ""
+        self._nonce = self._former = ""
         self._pending = b""
         self.running = False
         """Whether a command has begun and not ended."""
@@ -125,7 +123,7 @@ class Shell:
         terminal = await self._opened()
         output = Output()
         output.add(await self._between(terminal))
-        self._nonce = secrets.token_hex(8)
+        self._former, self._nonce = self._nonce, secrets.token_hex(8)
         self.running = True
         await terminal.send(_typed(command.encode(errors="replace"), self._nonce))
         if not await self._until(terminal, self._nonce, b"S", _START):
@@ -185,7 +183,7 @@ class Shell:
         data, self._pending = self._pending, b""
         while len(data) < FLOOD and (more := await terminal.read(0.0)):
             data += more
-        return _PROMPTS.sub(b"", data)
+        return data
 
     async def _follow(self, terminal: Terminal, output: Output) -> Ran:
         """Gather output until there is something to tell."""
@@ -254,7 +252,7 @@ class Shell:
         return code
 
     def _told(self, ending: Ending, output: Output, code: int = 0) -> Ran:
-        return Ran(ending, _without_traces(output.data(), self._nonce), code)
+        return Ran(ending, _without_traces(_without_prompt(output.data(), self._former), self._nonce), code)
 
     async def _waits(self, output: Output) -> bool:
         """Whether the program waits for what is typed: it reads the terminal, or it waits for something and has left
@@ -277,6 +275,12 @@ def _without_traces(data: bytes, nonce: str) -> bytes:
     """`data` without the lines that are not the command's: echoes of what was typed, traces of `set -x`."""
     data = _marker(nonce, rb"[^\x07]*").sub(b"", data)
     return re.sub(rb"(?m)^(?:.*%s.*|\++ __[abs]=.*)\n?" % nonce.encode(), b"", data)
+
+
+def _without_prompt(data: bytes, nonce: str) -> bytes:
+    """`data` without the prompt before it, of which busybox may draw the end alone."""
+    ends = "|".join(nonce[i:] for i in range(len(nonce) - 1))
+    return re.sub(rb"\A(?:\x1b\])?(?:%s);[0-9]{1,3}\x07?" % ends.encode(), b"", data) if nonce else data
 
 
 def _begun_marker(data: bytes) -> int:

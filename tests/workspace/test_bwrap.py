@@ -48,7 +48,7 @@ async def provider() -> AsyncIterator[BwrapProvider]:
         "cat /proc/1/mem",
         "python3 -c 'import socket; socket.create_connection((\"1.1.1.1\", 53), 1)'",
         "python3 -c 'import ctypes; l=ctypes.CDLL(None,use_errno=True); raise SystemExit(l.ptrace(16,1,0,0) and 1)'",
-        "python3 -c 'import fcntl; fcntl.ioctl(open(\"/dev/ptmx\",\"wb\"), 0x5412, b\"x\")'",
+        'python3 -c \'import fcntl; fcntl.ioctl(open("/dev/ptmx","wb"), 0x5412, b"x")\'',
     ],
 )
 async def test_attacks_from_inside_fail(provider: BwrapProvider, attack: str) -> None:

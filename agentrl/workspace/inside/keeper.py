@@ -137,7 +137,8 @@ class Keeper:
         """Execute bubblewrap, in the forked process."""
         os.setpgid(0, 0)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        fds = [hold, ready, ready, info, pipe_with(bytes.fromhex(self.config["filter"]))]
+        silent = os.open("/dev/null", os.O_WRONLY)  # the loader complains of what /etc/ld.so.preload of the inside says
+        fds = [hold, ready, silent, info, pipe_with(bytes.fromhex(self.config["filter"]))]
         high = [os.dup2(fd, 100 + n) for n, fd in enumerate(fds)]
         for place, fd in enumerate(high):
             os.dup2(fd, place)
@@ -401,7 +402,7 @@ def _first_bytes(fd: int, end: bytes) -> bytes:
     while end not in said and len(said) < 4096:
         if not select.select([fd], [], [], max(0.0, last - time.monotonic()))[0]:
             break
-        part = os.read(fd, 4096)
+        part = os.read(fd, 1)  # what follows is for somebody else
         if not part:
             break
         said += part
@@ -450,7 +451,9 @@ def main() -> None:
     state = config["state"]
     try:
         if config["uid"] is not None:
-            staged = stage([["--bind", state, state], *config["binds"], *config["waiter"]], next(filter(os.path.isdir, _STAGES)))
+            staged = stage(
+                [["--bind", state, state], *config["binds"], *config["waiter"]], next(filter(os.path.isdir, _STAGES))
+            )
             state, staged = staged[0][1], staged[1:]
             config["binds"], config["waiter"] = staged[: len(config["binds"])], staged[len(config["binds"]) :]
             os.setgroups([])

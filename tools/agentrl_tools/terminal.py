@@ -76,7 +76,7 @@ class Terminal(WorkspaceTool):
             if restart:
                 await state.shell.end()
                 return ToolResponse("[the shell was started anew]")
-            ran = await (self._typed(state.shell, line) if command is None else self._ran(state.shell, command))
+            ran = await (self._typed(state.shell, str(line)) if command is None else self._ran(state.shell, command))
             return await self._response(session, ran)
 
     async def _ran(self, shell: Shell, command: str) -> Ran:

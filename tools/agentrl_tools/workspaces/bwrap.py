@@ -19,7 +19,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import agentrl.workspace as workspace_room
@@ -324,8 +324,10 @@ class BwrapWorkspace(Workspace):
         await self._ended(call, name, _CALL_SECONDS)
         return Snapshot(self._provider.name, "+".join((own, *self._chain)))
 
-    async def fresh(self) -> "Workspace":
+    async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
         spec = WorkspaceSpec(self._spec.image, self._spec.limits, env=self._spec.env, labels=self._spec.labels)
+        if image or build:
+            return await self._provider.open(replace(spec, image=image, build=build))
         return await self._provider.open(spec, Snapshot("bwrap", "+".join(self._chain)) if self._chain else None)
 
     async def close(self) -> None:

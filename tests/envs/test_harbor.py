@@ -98,9 +98,9 @@ async def test_an_image_that_a_provider_does_not_make_is_one_line(provider: Work
     await env.create(session)
     with pytest.raises(UserError, match="'bwrap' cannot do: build"):
         await env.calc_reward(session)
+    spec = Harbor(str(tmp_path), held_out=1.0).workspace_spec(session.task, WorkspaceSpec())
     with pytest.raises(UserError, match="'bwrap' cannot do: build"):
-        own = Harbor(str(tmp_path), held_out=1.0)
-        await provider.open(own.workspace_spec(session.task, WorkspaceSpec()))
+        await provider.open(spec)
 
 
 async def test_steps_follow_each_other_while_their_rewards_suffice(provider: WorkspaceProvider, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_a_task_asks_for_is_what_is_opened(tmp_path: Path) -> None:
     assert (spec.limits.memory, spec.limits.disk) == (300 * MIB, 2048 * MIB)
     assert (spec.network.hosts, spec.env) == (("a.org",), {"A": "c"})
     assert (spec.image, spec.build) == ("", str(tmp_path / "environment"))
-    with pytest.raises(UserError, match="workspace.network"):
+    with pytest.raises(UserError, match=r"workspace\.network"):
         env.workspace_spec(task, WorkspaceSpec())
     image = Harbor(str(made(tmp_path, '[environment]\ndocker_image = "a:1"\n')), held_out=1.0)
     assert image.workspace_spec(task, WorkspaceSpec()).image == "a:1"

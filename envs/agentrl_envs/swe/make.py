@@ -61,6 +61,8 @@ class Source:
         ]
         self.tests = next((path for name in ("tests", "test") if (path := folder / name).is_dir()), None)
         self.tests = self.tests or next(iter(sorted(self.root.glob("*/tests"))), None)
+        if self.tests is None and any(folder.glob("test*.py")):
+            self.tests = folder
 
     def files(self) -> dict[str, bytes]:
         """The files of the package by their path below `root`, without its tests."""

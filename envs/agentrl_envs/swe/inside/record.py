@@ -34,6 +34,7 @@ class Recorder:
             module = frame.f_globals.get("__name__", "")
             file = os.path.abspath(code.co_filename)
             fits = file.startswith(self.root + "/") and module and module not in _SKIPPED
+            fits = fits and not code.co_filename.startswith("<")
             fits = fits and code.co_qualname == code.co_name and not code.co_name.startswith(("<", "__", "test"))
             self.found[code] = {"where": (os.path.relpath(file, self.root), module)} if fits else None
         seen = self.found[code]

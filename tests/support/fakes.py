@@ -18,6 +18,7 @@ from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import ArgumentError, Message, Reply, Session, Task, ToolResponse
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.workspaces import Workspaces
 
 END = 1_200_000
 ROLES = {"system": 1_200_001, "user": 1_200_002, "assistant": 1_200_003, "tool": 1_200_004}
@@ -265,12 +266,16 @@ def make_driver(
     script: Script | Sequence[str] | ScriptedEngine,
     env: Environment | None = None,
     tools: Sequence[Tool] = (),
+    workspaces: Workspaces | None = None,
     **limits: Any,
 ) -> Driver:
     """A driver over the scripted engine; `limits` are keys of the recipe's `rollout` section."""
     engine = script if isinstance(script, ScriptedEngine) else ScriptedEngine(script)
     section = RolloutSection(**{"max_tokens": 100_000, "max_turn_tokens": 2_000, **limits})
-    return Driver(engine=engine, chat=CharChat(), environment=env or Env(), tools=tools, limits=section)
+    made = env or Env()
+    return Driver(
+        engine=engine, chat=CharChat(), environment=made, tools=tools, limits=section, workspaces=workspaces
+    )  # fmt: skip
 
 
 def rng_text(rng: random.Random, size: int) -> str:

@@ -2,12 +2,16 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from agentrl.jsonable import Json
 from agentrl.recipe.sections.section import Count, Positive, Section, Unit
 from agentrl.workspace.provider import Network, WorkspaceLimits, WorkspaceSpec
 from agentrl.workspace.workspace import MIB
+
+
+def _hosts(value: Json) -> Json:
+    return tuple(value) if isinstance(value, list) else value
 
 
 class WorkspaceSection(Section):
@@ -21,7 +25,7 @@ class WorkspaceSection(Section):
     image: str = ""
     """What they begin as, in the provider's words: a root folder, a container's image, a template. Empty: its default,
     for bwrap this machine's programs without its files."""
-    network: Literal["none", "all"] | tuple[str, ...] = "none"
+    network: Annotated[Literal["none", "all"] | tuple[str, ...], BeforeValidator(_hosts)] = "none"
     """What programs reach: nothing, everything, or a list of hosts (`pypi.org`, `*.example.org`) through a proxy."""
     memory_mb: Annotated[Positive, Unit("MiB")] = 1024
     """Memory of all processes of one."""

@@ -155,22 +155,15 @@ class Keeper:
         os.execve(self.config["bwrap"], [self.config["bwrap"], *words], {})
 
     def end(self) -> None:
-        """Kill everything inside, and wait until it is gone; files stay."""
-        if not self.bwrap:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.init or self.bwrap, signal.SIGKILL)  # of process 1 inside bubblewrap hears, reaps it, and ends
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.bwrap, 0)
-        os.close(self.hold)
-        for fd in self.namespaces.values():
-            os.close(fd)
-        self.bwrap = self.init = 0
-        self.namespaces = {}
-        end = time.monotonic() + _END_SECONDS
-        while self.running and time.monotonic() < end:  # the kernel has killed them
-            self.reap(os.WNOHANG)
-            time.sleep(0.001)
+        """Kill everything inside, and wait until it is gone; files stay. Process 1 inside ends once we have reaped
+        those in it that are our children; then bubblewrap hears, and ends, too."""
+        if self.bwrap:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.init or self.bwrap, signal.SIGKILL)
+        last = time.monotonic() + _END_SECONDS
+        while (self.bwrap or self.running) and time.monotonic() < last:
+            self.reap()
+            time.sleep(0.0005)
 
     def join(self) -> None:
         """Enter the namespaces of bubblewrap, in a fork, and give up all rights there."""
@@ -266,11 +259,11 @@ class Keeper:
         """Tell the host something."""
         self.channel.sendall(json.dumps(said).encode())
 
-    def reap(self, flags: int = os.WNOHANG) -> None:
+    def reap(self) -> None:
         """Say which requests have ended, and how."""
         while True:
             try:
-                pid, status = os.waitpid(-1, flags)
+                pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
@@ -458,7 +451,9 @@ def main() -> None:
     state = config["state"]
     try:
         if config["uid"] is not None:
-            staged = stage([["--bind", state, state], *config["binds"], *config["waiter"]], next(filter(os.path.isdir, _STAGES)))
+            staged = stage(
+                [["--bind", state, state], *config["binds"], *config["waiter"]], next(filter(os.path.isdir, _STAGES))
+            )
             state, staged = staged[0][1], staged[1:]
             config["binds"], config["waiter"] = staged[: len(config["binds"])], staged[len(config["binds"]) :]
             os.setgroups([])

@@ -87,6 +87,11 @@ class BwrapProvider(WorkspaceProvider):
         """The folder of this run's snapshots, while any workspace was opened."""
         return self._state
 
+    @property
+    def opened(self) -> int:
+        """How many are open now."""
+        return len(self._open)
+
     async def start(self, run: str) -> None:
         if not self._bwrap:
             raise UserError(

@@ -1,0 +1,197 @@
+"""Workspaces of rollouts: prepared once a task, opened ahead, ended before rewards, and what their faults come to."""
+
+import asyncio
+import re
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from agentrl_tools.workspaces.bwrap import BwrapProvider
+from fakes import Env, ScriptedEngine, make_driver
+
+from agentrl.errors import UserError, WorkspaceError
+from agentrl.plugins.types import Task
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.workspace import WorkspaceSection
+from agentrl.rollout.groups import roll_out
+from agentrl.rollout.workspaces import CHANGES, Workspaces, workspaces_of
+from agentrl.trajectory import Boundary, FinishReason
+from agentrl.workspace.provider import Capabilities, WorkspaceProvider, WorkspaceSpec
+from agentrl.workspace.workspace import Snapshot, Workspace
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+TASKS = [Task(f"t{i}", {"i": i}) for i in range(3)]
+
+
+class Counted(WorkspaceProvider):
+    """The provider bwrap, whose calls are counted, and whose `open` fails as it is told to."""
+
+    name = "counted"
+    capabilities = Capabilities(listens=True)
+
+    def __init__(self) -> None:
+        self.bwrap = BwrapProvider()
+        self.counts: Counter[str] = Counter()
+        self.open_now: set[Workspace] = set()
+        self.failures = 0
+
+    async def start(self, run: str) -> None:
+        await self.bwrap.start(run)
+
+    async def open(self, spec: WorkspaceSpec, snapshot: Snapshot | None = None) -> Workspace:
+        self.counts["from a snapshot" if snapshot is not None else "from the image"] += 1
+        if self.failures:
+            self.failures -= 1
+            raise WorkspaceError("no room")
+        return await self.bwrap.open(spec, snapshot)
+
+    async def forget(self, snapshot: Snapshot) -> None:
+        self.counts["forgotten"] += 1
+        await self.bwrap.forget(snapshot)
+
+    async def close(self) -> None:
+        await self.bwrap.close()
+
+
+class Prepared(Env):
+    """Writes the task's number into a file, once."""
+
+    uses_workspace = True
+
+    def __init__(self, **actions: Any) -> None:
+        super().__init__(**actions)
+        self.prepared: Counter[str] = Counter()
+
+    async def prepare(self, task: Task, workspace: Workspace) -> None:
+        self.prepared[task.id] += 1
+        await workspace.write("n.txt", str(task.data["i"]).encode())
+
+
+async def _number(session: Any) -> float:
+    await session.workspace.write("mine.txt", b"mine")
+    return float(await session.workspace.read("n.txt"))
+
+
+@pytest.fixture
+async def provider() -> AsyncIterator[Counted]:
+    made = Counted()
+    yield made
+    await made.close()
+
+
+async def played(provider: Counted, env: Env, n: int = 4, ready: int = 8, **limits: Any) -> tuple[Any, Workspaces]:
+    workspaces = Workspaces(provider, WorkspaceSection(ready=ready), env)
+    await workspaces.start("test")
+    driver = make_driver(ScriptedEngine(lambda *_: "4"), env, workspaces=workspaces, **limits)
+    return await roll_out(driver, TASKS, n), workspaces
+
+
+@pytest.mark.parametrize("ready", [0, 8])
+async def test_a_task_is_prepared_once_and_its_samples_start_from_that(provider: Counted, ready: int) -> None:
+    env = Prepared(calc_reward=_number)
+    groups, workspaces = await played(provider, env, ready=ready)
+    assert [[t.reward for t in group.trajectories] for group in groups] == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+    assert env.prepared == {"t0": 1, "t1": 1, "t2": 1}
+    assert provider.counts["from a snapshot"] >= 12
+    await workspaces.close()
+    assert provider.bwrap.state is None
+
+
+async def test_what_a_rollout_changed_is_kept_and_others_do_not_see_it(provider: Counted) -> None:
+    async def change(session: Any) -> Any:
+        assert [one.path for one in await session.workspace.listing()] == ["n.txt"]
+        await session.workspace.write("n.txt", b"changed\n")
+        return [{"role": "user", "content": "?"}]
+
+    groups, _ = await played(provider, Prepared(create=change))
+    for group in groups:
+        for trajectory in group.trajectories:
+            kept = trajectory.extra[CHANGES]
+            assert kept["changes"] == [["modified", "/home/user/n.txt", 8]]
+            assert re.search(r"^-\d\n\+changed$", kept["diff"], re.M)
+
+
+async def test_processes_are_gone_before_the_reward(provider: Counted) -> None:
+    async def begin(session: Any) -> Any:
+        await session.workspace.exec("(trap '' TERM; while true; do echo cheat > n.txt; sleep 0.01; done) &")
+        return [{"role": "user", "content": "?"}]
+
+    async def judge(session: Any) -> float:
+        await session.workspace.write("n.txt", b"7")
+        await asyncio.sleep(0.05)
+        return float(await session.workspace.read("n.txt"))
+
+    groups, _ = await played(provider, Prepared(create=begin, calc_reward=judge), n=2)
+    assert {t.reward for group in groups for t in group.trajectories} == {7.0}
+
+
+async def test_a_workspace_that_does_not_open_is_tried_again_and_failed_with_its_boundary(provider: Counted) -> None:
+    provider.failures = 1
+    groups, _ = await played(provider, Env(), n=1)
+    assert [len(group.trajectories) for group in groups] == [1, 1, 1]
+    provider.failures = 10_000
+    groups, _ = await played(provider, Env(), n=1, retries=1)
+    failed = [t for group in groups for t in group.failed]
+    assert [t.failure.boundary for t in failed] == [Boundary.WORKSPACE] * 3
+    assert "no room" in failed[0].failure.message
+
+
+async def test_a_workspace_that_vanishes_fails_the_rollout_which_is_tried_again(provider: Counted) -> None:
+    lost: Counter[str] = Counter()
+
+    async def lose(session: Any) -> Any:
+        lost[session.task.id] += 1
+        if lost[session.task.id] == 1:
+            await session.workspace.close()
+        await session.workspace.exec("true")
+        return [{"role": "user", "content": "?"}]
+
+    groups, _ = await played(provider, Env(create=lose), n=1)
+    for group in groups:
+        [trajectory] = group.trajectories
+        assert trajectory.finish is FinishReason.STOP
+        assert trajectory.extra["retried"][0].startswith("workspace: env.create: workspace ")
+
+
+async def test_a_preparation_that_fails_is_the_environment_s_fault_and_is_tried_again(provider: Counted) -> None:
+    class Flaky(Prepared):
+        async def prepare(self, task: Task, workspace: Workspace) -> None:
+            await super().prepare(task, workspace)
+            if self.prepared[task.id] == 1:
+                raise RuntimeError("not yet")
+
+    env = Flaky()
+    groups, _ = await played(provider, env, n=1)
+    assert all(group.trajectories[0].extra["retried"] for group in groups)
+    assert "environment: env.prepare: RuntimeError: not yet" in groups[0].trajectories[0].extra["retried"][0]
+    assert env.prepared == {"t0": 2, "t1": 2, "t2": 2}
+
+
+async def test_every_workspace_is_closed_whatever_ends_the_rollouts(provider: Counted) -> None:
+    env = Prepared(create=RuntimeError("boom"))
+    _, workspaces = await played(provider, env, n=3, retries=0)
+    await asyncio.sleep(0.1)
+    assert provider.bwrap.opened == 0
+    await workspaces.close()
+
+
+async def test_something_that_needs_a_workspace_is_refused_without_one() -> None:
+    with pytest.raises(UserError, match="environment 'env' works in a workspace, and the recipe has none"):
+        await workspaces_of(None, Prepared(), ())
+    assert await workspaces_of(None, Env(), ()) is None
+
+
+def test_the_provider_alone_is_short_for_the_section() -> None:
+    recipe = Recipe.load(None, ["workspace=bwrap"])
+    assert recipe.workspace == WorkspaceSection(provider="bwrap")
+    hosts = Recipe.load(None, ["workspace.network=[pypi.org]"]).workspace
+    assert hosts is not None
+    assert hosts.spec().network.hosts == ("pypi.org",)
+
+
+async def test_what_a_provider_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"workspace.provider 'counted' cannot do: image"):
+        await Workspaces(Counted(), WorkspaceSection(image="x"), Env()).start("test")

@@ -1,0 +1,46 @@
+"""What the tests of all providers of workspaces share: how each is made, and what it is asked to do."""
+
+import asyncio
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl.plugins.registry import make_workspace_provider
+from agentrl.recipe.sections.workspace import WorkspaceSection
+from agentrl.workspace.provider import WorkspaceProvider, WorkspaceSpec
+from agentrl.workspace.workspace import Terminal
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A provider, and what it opens in these tests."""
+
+    provider: str
+    args: dict[str, Any] = field(default_factory=dict)
+    spec: WorkspaceSpec = field(default_factory=WorkspaceSpec)
+
+    def make(self) -> WorkspaceProvider:
+        """The provider, not started."""
+        return make_workspace_provider(WorkspaceSection(provider=self.provider, args=self.args))
+
+
+async def said(terminal: Terminal, pattern: str, seconds: float = 20.0) -> str:
+    """What a terminal says until a pattern stands in it."""
+    heard, end = b"", time.monotonic() + seconds
+    while time.monotonic() < end:
+        part = await terminal.read(0.5)
+        if part is None:
+            break
+        heard += part
+        if re.search(pattern, heard.decode(errors="replace")):
+            return heard.decode(errors="replace")
+    raise AssertionError(f"{pattern!r} was not said: {heard.decode(errors='replace')!r}")
+
+
+async def eventually(check: Any, seconds: float = 15.0) -> None:
+    """Wait until an asynchronous check is true."""
+    end = time.monotonic() + seconds
+    while not await check():
+        assert time.monotonic() < end, "it did not become true"
+        await asyncio.sleep(0.1)

@@ -1,7 +1,6 @@
 """`Patch`: what a rollout changed in its workspace, bounded, as people read it."""
 
 import difflib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import ArgumentError
@@ -39,11 +38,12 @@ async def patch_of(workspace: Workspace) -> Patch:
     changes = await workspace.diff(CHANGES + 1)
     kept = tuple(changes[:CHANGES])
     shown = [c for c in kept if c.file is FileKind.FILE and c.size <= _FILE][:_FILES]
-    before = await _before(workspace, [c.path for c in shown if c.kind is not ChangeKind.ADDED])
+    changed = [c.path for c in shown if c.kind is not ChangeKind.ADDED]
+    before = await workspace.original(changed, _FILE + 1) if changed else {}
     parts, room = list[str](), TEXT
     for change in shown:
-        now = "" if change.kind is ChangeKind.DELETED else await _text(workspace, change.path)
-        then = before.get(change.path, "")
+        now = "" if change.kind is ChangeKind.DELETED else await _read(workspace, change.path)
+        then = _text(before[change.path]) if change.path in before else ""
         if now is None or then is None or room <= 0:
             continue
         lines = difflib.unified_diff(
@@ -55,20 +55,16 @@ async def patch_of(workspace: Workspace) -> Patch:
     return Patch(kept, len(changes) > CHANGES, "".join(parts))
 
 
-async def _before(workspace: Workspace, paths: Sequence[str]) -> dict[str, str | None]:
-    """The texts of files as they were; None for what is no text, or too long."""
-    if not paths:
-        return {}
-    fresh = await workspace.fresh()
+async def _read(workspace: Workspace, path: str) -> str | None:
     try:
-        return {path: await _text(fresh, path) for path in paths}
-    finally:
-        await fresh.close()
+        return _text(await workspace.read(path, limit=_FILE + 1))
+    except ArgumentError:
+        return None
 
 
-async def _text(workspace: Workspace, path: str) -> str | None:
+def _text(data: bytes) -> str | None:
+    """A short file's content; None for what is no text, or too long."""
     try:
-        data = await workspace.read(path, limit=_FILE + 1)
         return None if len(data) > _FILE or b"\0" in data else data.decode()
-    except (ArgumentError, UnicodeDecodeError):
+    except UnicodeDecodeError:
         return None

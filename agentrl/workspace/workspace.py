@@ -5,6 +5,7 @@ What the machinery does wrong raises WorkspaceError: the rollout is FAILED with 
 again. Every call ends within a deadline, and what it returns is bounded.
 """
 
+import contextlib
 import posixpath
 import socket
 from abc import ABC, abstractmethod
@@ -220,6 +221,18 @@ class Workspace(ABC):
     async def diff(self, limit: int = 10_000) -> list[Change]:
         """What differs from the image or snapshot that it was opened from, by path, at most `limit` changes. Folders
         are listed only where they were added or deleted. Raises WorkspaceError."""
+
+    async def original(self, paths: Sequence[str], limit: int = READ) -> dict[str, bytes]:
+        """Files as they were when it was opened, by absolute path, at most `limit` bytes of each; what was no file is
+        left out. Raises WorkspaceError."""
+        fresh, found = await self.fresh(), dict[str, bytes]()
+        try:
+            for path in paths:
+                with contextlib.suppress(PathError):
+                    found[path] = await fresh.read(path, limit=limit)
+        finally:
+            await fresh.close()
+        return found
 
     @abstractmethod
     async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":

@@ -54,6 +54,7 @@ _READY = b"ready\n"
 _MESSAGE = 1 << 18
 _MOST_FDS = 4
 _ATTEMPTS = 3
+_OUTSIDE = ("snapshot", "diff", "original")
 FAILED = 125
 """The exit code of a fork that could not become the program; why is in its report."""
 
@@ -175,7 +176,7 @@ class Keeper:
 
     def spawn(self, request: dict[str, Any], fds: list[int]) -> None:
         """Fork for a request: into the sandbox, or beside it for what looks at its files from outside."""
-        outside = request["op"] in ("snapshot", "diff")
+        outside = request["op"] in _OUTSIDE
         for _ in range(_ATTEMPTS):
             if not outside:
                 self.start()
@@ -263,6 +264,8 @@ class Keeper:
         """Copy or compare what the file system in memory holds, as its owner sees it."""
         if request["op"] == "snapshot":
             layers.copy(f"{self.top}/upper", f"{self.config['snapshots']}/{request['name']}")
+        elif request["op"] == "original":
+            layers.read(self.before, request["paths"], request["limit"], fds[1])
         else:
             layers.compare(f"{self.top}/upper", self.before, request["limit"], fds[1])
 

@@ -70,6 +70,22 @@ def _copy_file(name: str, source: int, target: str) -> None:
     os.close(write)
 
 
+def read(before: str, paths: list[str], limit: int, target: int) -> None:
+    """Write lines of JSON, [path, content in hexadecimal], for those of `paths` that are files below `before`."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            *folders, name = path.strip("/").split("/")
+            folder = os.open(before, os.O_RDONLY | os.O_DIRECTORY)
+            for part in folders:
+                folder = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                line = json.dumps([path, os.pread(fd, limit, 0).hex()]) + "\n"
+                data = line.encode()
+                while data:
+                    data = data[os.write(target, data) :]
+
+
 def compare(upper: str, before: str, limit: int, target: int) -> None:
     """Write lines of JSON, [path, added | modified | deleted, kind, size], for what differs from `before`. Raises
     OSError."""

@@ -327,6 +327,13 @@ class BwrapWorkspace(Workspace):
             for path, change, kind, size in map(json.loads, lines.splitlines())
         ]
 
+    async def original(self, paths: Sequence[str], limit: int = READ) -> dict[str, bytes]:
+        asked = [self.absolute(path) for path in paths]
+        lines = await self._file_call(
+            {"op": "original", "paths": asked, "limit": limit}, len(paths) * (2 * limit + 8192)
+        )
+        return {path: bytes.fromhex(data) for path, data in map(json.loads, lines.splitlines())}
+
     async def _file_call(self, request: dict[str, Json], most: int, data: bytes = b"") -> bytes:
         """A call that moves bytes. Raises PathError with what the system said of a path, WorkspaceError."""
         with _Pipes(data, most, whole=True) as pipes:

@@ -14,7 +14,6 @@ import pytest
 from agentrl_tools.workspaces import owner
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.docker import DockerProvider
-from agentrl_tools.workspaces.output import HeadTail
 from podman_help import IMAGE, Podman
 
 from agentrl.errors import PathError, UserError, WorkspaceError
@@ -286,26 +285,3 @@ async def test_a_shell_that_a_program_removed(podman: Podman) -> None:
         assert await workspace.read("/etc/passwd")
         assert [change.path for change in await workspace.diff()] == ["/bin"]
         await _read_to_the_end(await workspace.terminal())
-
-
-def test_whose_run_is_dead() -> None:
-    mine = owner.owner()
-    host, boot, namespace, pid, started = mine.split("/")
-    assert not owner.is_dead(mine)
-    assert owner.is_dead("/".join((host, boot, namespace, pid, f"{started}1")))
-    assert owner.is_dead("/".join((host, boot, namespace, "99999999", started)))
-    assert owner.is_dead("/".join((host, "another-boot", namespace, pid, started)))
-    assert not owner.is_dead("/".join(("another-host", "another-boot", namespace, "99999999", started)))
-    assert not owner.is_dead("/".join((host, boot, "another-namespace", "99999999", started)))
-    assert not owner.is_dead("somebody's label")
-
-
-def test_the_beginning_and_the_end_are_kept() -> None:
-    kept = HeadTail(10, b"MARK")
-    for part in (b"01", b"23456789", b"abcdefghi", b"MA", b"RK"):
-        kept.add(part)
-    assert kept.ended
-    assert kept.data() == b"01234\n... 9 bytes left out ...\nefghi"
-    short = HeadTail(10, b"MARK")
-    short.add(b"0123MAR")
-    assert (short.data(), short.ended, short.cut) == (b"0123MAR", False, False)

@@ -112,6 +112,9 @@ class Session:
     environment: "Session | None" = None
     workspace: Workspace | None = None
     """Files and processes of the request, where `workspace.provider` is set."""
+    tampering: tuple[str, ...] = ()
+    """What a grader left behind since it would have decided for it, as `kind: path`: see `agentrl.workspace.grading`.
+    The environment sets it in `calc_reward`."""
     outcome: Any = None
     """What an agent came to (an `agentrl.plugins.agent.Outcome`), from its end on; None under the built-in driver."""
 

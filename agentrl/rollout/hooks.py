@@ -28,6 +28,9 @@ RELEASE_SECONDS = 10.0
 LARGEST = 1e15
 """What a reward may be, and the sum of a sample's: the squares of larger ones do not fit the numbers of a GPU."""
 
+TAMPERING = "tampering"
+"""The key of a trajectory's `extra` for what an agent left that would have decided for its grader, as `kind: path`."""
+_TAMPERING_LINES = 100  # that are kept
 SEATS = "seats"
 """The key under which an environment's rewards hold those of seats (`X-Agentrl-Role`), a number each."""
 
@@ -148,6 +151,8 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
             if declared is not None and part not in declared:
                 raise PluginError(f"the reward part {part!r:.60} is none of its `reward_parts`: {', '.join(declared)}")
             rewards[part] = rewards.get(part, 0.0) + finite(number, part)
+        if created.session.tampering:
+            request.extra[TAMPERING] = [str(line) for line in created.session.tampering[:_TAMPERING_LINES]]
     if step := request.step_reward:
         rewards[STEP] = rewards.get(STEP, 0.0) + step
     return rewards

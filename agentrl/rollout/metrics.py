@@ -25,7 +25,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     sums of what their calls were: `gateway/calls`, `/forks`, `/retries`, `/auxiliary`, `/unreceived`, `/unproven`,
     `/ignored`, `/dropped_thinking`; of valid ones, by seat, sums `seat/<seat>/calls` and `/tokens`, and the mean
     `/reward_mean` of those that have one. Where conversations are compacted, `rollout/compactions` and
-    `rollout/compactions_failed`: summaries, and those from which it could not be gone on.
+    `rollout/compactions_failed`: summaries, and those from which it could not be gone on. `workspace/tampering/<kind>`
+    counts samples that left something to decide for their grader.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]
@@ -45,6 +46,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_gateway([*valid, *failed]),
         **_seats(valid),
         **_compactions([*valid, *failed]),
+        **_tampering(valid),
     }
 
 
@@ -116,6 +118,12 @@ def _failures(valid: Sequence[Trajectory], failed: Sequence[Trajectory]) -> dict
         "rollout/retried": sum(len(t.extra.get("retried", ())) for t in everyone),
         "rollout/release_errors": sum(len(t.extra.get("release_errors", ())) for t in everyone),
     }
+
+
+def _tampering(valid: Sequence[Trajectory]) -> dict[str, float]:
+    """Samples by the kinds of what they left to decide for their graders; nothing where none did."""
+    kinds = Counter(k for t in valid for k in {line.partition(":")[0] for line in t.extra.get("tampering", ())})
+    return {f"workspace/tampering/{kind.replace(' ', '_')}": count for kind, count in sorted(kinds.items())}
 
 
 def _groups(groups: Sequence[Group]) -> dict[str, float]:

@@ -44,7 +44,7 @@ from agentrl.trajectory import (
 )
 
 _COLUMNS = ("ids", "loss_mask", "logprobs", "weight_version")
-_LINES = ("retried", "release_errors")  # of `extra`, tuples of lines
+_LINES = ("retried", "release_errors", "tampering")  # of `extra`, tuples of lines
 
 
 class StoredSample(NamedTuple):

@@ -66,6 +66,10 @@ class Grading:
     """Files that the tests write, in folders that are empty before."""
     captured: tuple[str, ...] | None = None
     """Absolute paths that are taken from the agent. None: all that it changed."""
+    image: str = ""
+    """An image of the tests' own; empty: the agent's."""
+    build: str = ""
+    """A folder with a Dockerfile that it is made from."""
     protection: Protection = field(default_factory=Protection)
     """What is not, besides the paths of the tests and of the rewards."""
     cwd: str | None = None
@@ -89,7 +93,8 @@ class Grading:
 async def restored(workspace: Workspace, grading: Grading, *, tests: bool) -> AsyncIterator[tuple[Workspace, Capture]]:
     """A fresh workspace with the files that were captured from `workspace`, whose processes are gone, and with the
     tests where they are asked for. It is closed at the end. Raises WorkspaceError."""
-    fresh = await workspace.fresh()
+    other = tests and bool(grading.image or grading.build)
+    fresh = await (workspace.fresh(image=grading.image, build=grading.build) if other else workspace.fresh())
     try:
         protection = grading.guarded()
         guard = Guard(protection, fresh.absolute(grading.cwd or fresh.home), await _programs(fresh))

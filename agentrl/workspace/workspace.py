@@ -222,9 +222,10 @@ class Workspace(ABC):
         are listed only where they were added or deleted. Raises WorkspaceError."""
 
     @abstractmethod
-    async def fresh(self) -> "Workspace":
+    async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
         """Open another one from what this one was opened from, with the same limits and no network: where a grader
-        works. Raises WorkspaceError."""
+        works. image, build: another image that it is opened from instead, as in `WorkspaceSpec`. Raises
+        WorkspaceError, UserError: the provider cannot do that."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -20,7 +20,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import agentrl.workspace as workspace_room
@@ -349,8 +349,10 @@ class BwrapWorkspace(Workspace):
         await self._ended(call, name, _CALL_SECONDS)
         return self._provider.keep(Snapshot(self._provider.name, "+".join((own, *self.layers))))
 
-    async def fresh(self) -> "Workspace":
+    async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
         spec = WorkspaceSpec(self._spec.image, self._spec.limits, env=self._spec.env, labels=self._spec.labels)
+        if image or build:
+            return await self._provider.open(replace(spec, image=image, build=build))
         return await self._provider.open(spec, Snapshot("bwrap", "+".join(self.layers)) if self.layers else None)
 
     async def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Harbor's task folders, as an environment."""

@@ -1,0 +1,1 @@
+"""Programs that run in workspaces. They import the standard library alone."""

@@ -1,0 +1,318 @@
+"""Make tasks for `swe`: `python -m agentrl_envs.swe.make [--packages NAME ...] DIR`, and `--check DIR`.
+
+Source distributions come from the index that pip uses; a package may be a folder, too. Their tests and doctests run in
+workspaces, and the arguments of each call of a function are noted; what the function gives for them, and for
+variations of them, is what is expected. A mutation of the function which at least two calls notice is a task. DIR holds
+the sources and their licences; nothing of it is ours to pass on.
+"""
+
+import argparse
+import asyncio
+import email
+import importlib.util
+import io
+import json
+import random
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from agentrl_tools.workspaces.bwrap import BwrapProvider
+
+from agentrl.errors import UserError
+from agentrl.jsonable import Json
+from agentrl.plugins.types import Session, Task
+from agentrl.workspace.provider import WorkspaceLimits, WorkspaceProvider, WorkspaceSpec
+from agentrl.workspace.workspace import MIB, Workspace
+from agentrl_envs.swe.environment import REPLAY, SOURCE, TASKS, WORK, Swe, script
+from agentrl_envs.swe.mutations import Mutation, functions, mutations
+from agentrl_envs.swe.variations import varied
+
+PACKAGES = Path(__file__).with_name("packages.txt")
+"""Names on the index, a line each: pure Python, with functions that need nothing else."""
+_PROJECT = "/home/user/project"
+_LIMITS = WorkspaceLimits(memory=1024 * MIB, disk=256 * MIB, processes=128)
+_RECORD_SECONDS, _CALL_SECONDS = 90, 3.0
+_FUNCTIONS, _PER_FUNCTION, _PER_PACKAGE, _TRIED = 40, 2, 24, 8
+_CALLS, _LEAST = 24, 4
+_OTHER = {"tests", "test", "testing", "docs", "doc", "examples", "example", "benchmarks", "tools", "scripts", "bench"}
+_ALONE = {"setup", "conftest", "noxfile", "tasks", "fabfile", "conf"}
+_OUTPUT = 256 << 20
+
+
+class Source:
+    """An unpacked source distribution. root: what is imported lies in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = folder / "src" if any((folder / "src").glob("*/__init__.py")) else folder
+        info = next((path for path in (folder / "PKG-INFO", *folder.glob("*/PKG-INFO")) if path.is_file()), None)
+        facts = email.message_from_string(info.read_text(encoding="utf-8", errors="replace") if info else "")
+        self.name = (facts["Name"] or folder.name).lower()
+        self.version = facts["Version"] or "0"
+        named = [line.rpartition("::")[2].strip() for line in facts.get_all("Classifier", []) if "License ::" in line]
+        self.license = " ".join((facts["License-Expression"] or ", ".join(named) or facts["License"] or "").split())[
+            :80
+        ]
+        self.tests = next((path for name in ("tests", "test") if (path := folder / name).is_dir()), None)
+        self.tests = self.tests or next(iter(sorted(self.root.glob("*/tests"))), None)
+        if self.tests is None and any(folder.glob("test*.py")):
+            self.tests = folder
+
+    def files(self) -> dict[str, bytes]:
+        """The files of the package by their path below `root`, without its tests."""
+        found = {}
+        for path in sorted(self.root.rglob("*")):
+            parts = path.relative_to(self.root).parts
+            alone = len(parts) == 1 and (path.suffix != ".py" or path.stem in _ALONE or path.stem.startswith("test"))
+            package = len(parts) > 1 and (self.root / parts[0] / "__init__.py").is_file()
+            ours = not alone and (package or len(parts) == 1) and not _OTHER & set(parts[:-1])
+            if ours and path.is_file() and not path.is_symlink():
+                found["/".join(parts)] = path.read_bytes()
+        return found
+
+    def licences(self) -> str:
+        """The texts of its licence files."""
+        names = ("LICEN[CS]E*", "COPYING*", "NOTICE*")
+        paths = [path for name in names for path in sorted(self.folder.glob(name)) if path.is_file()]
+        return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
+
+
+def unpacked(package: str, scratch: Path) -> Source:
+    """A source distribution from the index, a file or a folder. Raises UserError."""
+    given = Path(package)
+    if given.is_dir():
+        return Source(given)
+    archive = given if given.is_file() else _downloaded(package, scratch)
+    with tarfile.open(archive) as tar:
+        tar.extractall(scratch, filter="data")
+    return Source(next(path for path in scratch.iterdir() if path.is_dir()))
+
+
+def _downloaded(package: str, scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", str(scratch)]
+    done = subprocess.run([*command, package], capture_output=True, text=True, timeout=600, check=False)
+    archive = next(scratch.glob("*.tar.gz"), None)
+    if archive is None:
+        lines = (done.stderr.strip() or "no .tar.gz").splitlines()
+        raise UserError(f"{package}: pip has no source distribution: {lines[-1][:200]}")
+    return archive
+
+
+async def make_tasks(provider: WorkspaceProvider, source: Source, top: Path) -> int:
+    """Write the tasks of a package to a folder below `top`, and count them."""
+    files = source.files()
+    rng = random.Random(f"{source.name} {source.version}")
+    calls = _by_function(await _recorded(provider, source), files, rng)
+    workspace = await provider.open(WorkspaceSpec(limits=_LIMITS))
+    try:
+        await workspace.unpack(_tar(files))
+        expected = await _expected(workspace, calls, rng)
+        rows = await _noticed(workspace, files, expected, rng)
+    finally:
+        await workspace.close()
+    if not rows:
+        return 0
+    folder = top / f"{source.name}-{source.version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SOURCE).write_bytes(_tar(files))
+    (folder / "LICENSE").write_text(f"{source.license}\n\n{source.licences()}", encoding="utf-8")
+    facts = {"package": source.name, "version": source.version, "license": source.license}
+    lines = [json.dumps({"id": f"{folder.name}/{n}", **facts, **row}) for n, row in enumerate(rows)]
+    (folder / TASKS).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return len(rows)
+
+
+Call = list[str]
+Where = tuple[str, str, str]
+"""File, module and name of a function."""
+
+
+async def _recorded(provider: WorkspaceProvider, source: Source) -> list[Call]:
+    workspace = await provider.open(WorkspaceSpec(limits=_LIMITS))
+    try:
+        whole = {path.relative_to(source.folder).as_posix(): path.read_bytes() for path in source.folder.rglob("*")
+                 if path.is_file() and not path.is_symlink()}  # fmt: skip
+        await workspace.unpack(_tar(whole, _PROJECT))
+        for name in ("record.py", "replay.py"):
+            await workspace.unpack(script(name))
+        root = f"{_PROJECT}/{source.root.relative_to(source.folder).as_posix()}".removesuffix("/.")
+        tests = f"{_PROJECT}/{source.tests.relative_to(source.folder).as_posix()}" if source.tests else ""
+        command = ["python3", "/opt/agentrl/record.py", root, tests, str(_RECORD_SECONDS), "/opt/agentrl"]
+        env = {"PYTHONPATH": _libraries()}
+        result = await workspace.exec(command, env=env, seconds=_RECORD_SECONDS + 30, output=_OUTPUT)
+        return json.loads(result.stdout) if result.ok else []
+    except ValueError:
+        return []
+    finally:
+        await workspace.close()
+
+
+def _libraries() -> str:
+    """The folder that has pytest; empty where there is none."""
+    spec = importlib.util.find_spec("pytest")
+    return str(Path(spec.origin).parents[1]) if spec is not None and spec.origin else ""
+
+
+def _by_function(calls: list[Call], files: dict[str, bytes], rng: random.Random) -> dict[Where, list[Call]]:
+    """Calls of functions that the files define, of some functions where there are many."""
+    found: dict[Where, list[Call]] = {}
+    for file, module, function, positional, named in sorted(calls):
+        path = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        if file in files and module == path and function in _functions(files[file]):
+            found.setdefault((file, module, function), []).append([module, function, positional, named])
+    chosen = [where for where, given in found.items() if len(given) >= 2]
+    return {where: found[where] for where in rng.sample(chosen, min(len(chosen), _FUNCTIONS))}
+
+
+def _functions(source: bytes) -> dict[str, Json]:
+    try:
+        return functions(source.decode())
+    except (SyntaxError, ValueError):
+        return {}
+
+
+async def _expected(
+    workspace: Workspace, calls: dict[Where, list[Call]], rng: random.Random
+) -> dict[Where, list[tuple[Call, str]]]:
+    """What functions give, where that is the same each time and can be written."""
+    given = {}
+    for where, seen in calls.items():
+        base = rng.sample(seen, min(len(seen), _CALLS))
+        more = [[*call[:2], *varied(call[2], call[3], rng)] for call in base for _ in range(2)]
+        unique = {tuple(call): call for call in [*base, *more]}
+        given[where] = list(unique.values())
+    jobs = [_job(calls) for calls in given.values()]
+    twice = [await _replayed(workspace, jobs, {"PYTHONHASHSEED": seed}) for seed in ("1", "2")]
+    expected = {}
+    for (where, asked), first, second in zip(given.items(), *twice, strict=True):
+        if first is None or second is None:
+            continue
+        same = [(call, a) for call, a, b in zip(asked, first, second, strict=True) if a == b != "?"]
+        values = [pair for pair in same if not pair[1].startswith("!")]
+        errors = [pair for pair in same if pair[1].startswith("!")]
+        if len({result for _, result in values}) >= 2 and len(values) >= _LEAST:
+            expected[where] = [*values[:_CALLS], *errors[: _CALLS // 4]]
+    return expected
+
+
+async def _noticed(
+    workspace: Workspace, files: dict[str, bytes], expected: dict[Where, list[tuple[Call, str]]], rng: random.Random
+) -> list[dict[str, Json]]:
+    """The mutations that at least two calls notice."""
+    tried: list[tuple[Where, Mutation]] = []
+    for where in expected:
+        source = files[where[0]].decode()
+        found = mutations(source, functions(source)[where[2]])
+        tried += [(where, one) for one in rng.sample(found, min(len(found), _TRIED))]
+    jobs = [_job([call for call, _ in expected[where]], where[0], one.applied(files[where[0]].decode()))
+            for where, one in tried]  # fmt: skip
+    rows: dict[Where, list[dict[str, Json]]] = {}
+    for (where, one), results in zip(tried, await _replayed(workspace, jobs, {}), strict=True):
+        wanted = [result for _, result in expected[where]]
+        differ = [i for i, (a, b) in enumerate(zip(results or (), wanted, strict=False)) if a != b]
+        kept = rows.setdefault(where, [])
+        if results is None or len(differ) < 2 or len(kept) >= _PER_FUNCTION:
+            continue
+        if any(row["mutation"]["kind"] == one.kind for row in kept):
+            continue
+        shown = min(differ, key=lambda i: len(wanted[i]) + len(expected[where][i][0][2]))
+        sound = files[where[0]][one.start : one.end].decode()
+        kept.append({
+            "file": where[0], "mutation": asdict(one), "sound": sound, "shown": shown, "broken": results[shown],
+            "calls": [call for call, _ in expected[where]], "expected": wanted,
+        })  # fmt: skip
+    flat = [row for kept in rows.values() for row in kept]
+    return rng.sample(flat, min(len(flat), _PER_PACKAGE))
+
+
+def _job(calls: list[Call], file: str = "", text: str = "") -> dict[str, Json]:
+    return {"file": file, "text": text, "calls": calls, "seconds": _CALL_SECONDS}
+
+
+async def _replayed(workspace: Workspace, jobs: list[dict[str, Json]], env: dict[str, str]) -> list[list[str] | None]:
+    """The results of each job; None where it did not come to an end."""
+    asked = json.dumps({"root": WORK, "jobs": jobs}).encode()
+    command = [word for word in REPLAY if not env or word != "-I"]  # which ignores the environment
+    result = await workspace.exec(command, cwd="/", env=env, stdin=asked, seconds=900, output=_OUTPUT)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    return [*lines, *[None] * (len(jobs) - len(lines))]
+
+
+def _tar(files: dict[str, bytes], top: str = WORK) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path, data in files.items():
+            member = tarfile.TarInfo(f"{top}/{path}".lstrip("/"))
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+async def check_tasks(provider: WorkspaceProvider, env: Swe, tasks: Sequence[Task], at_once: int = 4) -> list[str]:
+    """Tasks whose solution earns less than 1, or for which an agent that does nothing earns anything."""
+    bound = asyncio.Semaphore(at_once)
+
+    async def checked(task: Task) -> str:
+        async with bound:
+            base = await provider.open(WorkspaceSpec())
+            await env.prepare(task, base)
+            snapshot = await base.snapshot()
+            earned = []
+            for solved in (False, True):
+                workspace = await provider.open(WorkspaceSpec(), snapshot)
+                if solved:
+                    await env.solve(task, workspace)
+                session = Session(task.id, task, random.Random(0), time.monotonic() + 600, workspace=workspace)
+                earned.append((await env.calc_reward(session))["passed"])
+                await workspace.close()
+            await provider.forget(snapshot)
+            await base.close()
+            return "" if earned == [0.0, 1.0] else f"{task.id}: nothing earns {earned[0]}, the solution {earned[1]}"
+
+    return [line for line in await asyncio.gather(*map(checked, tasks)) if line]
+
+
+async def _main(given: argparse.Namespace) -> int:
+    libraries = _libraries()
+    provider = BwrapProvider(folders=[libraries] if libraries else [])
+    await provider.start("swe")
+    try:
+        if given.check:
+            env = Swe(given.folder)
+            tasks = [task for split in ("train", "test") for task in env.tasks(split)]
+            wrong = await check_tasks(provider, env, tasks)
+            print("\n".join([*wrong, f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are as they must be"]))
+            return 1 if wrong else 0
+        total = 0
+        for package in given.packages or PACKAGES.read_text(encoding="utf-8").split():
+            with tempfile.TemporaryDirectory() as scratch:
+                try:
+                    source = unpacked(package, Path(scratch))
+                    count = await make_tasks(provider, source, Path(given.folder))
+                    total += count
+                    print(f"{source.name} {source.version} ({source.license}): {count} tasks", flush=True)
+                except UserError as error:
+                    print(error, file=sys.stderr, flush=True)
+        print(f"{total} tasks")
+        return 0 if total else 2
+    finally:
+        await provider.close()
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m agentrl_envs.swe.make", description="Make tasks for `swe`.")
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--packages", nargs="*", help="names of the index, files or folders; by default some 80 names")
+    parser.add_argument("--check", action="store_true", help="try every task: nothing earns 0, the solution 1")
+    sys.exit(asyncio.run(_main(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    main()

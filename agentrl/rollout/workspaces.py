@@ -120,13 +120,23 @@ class Workspaces:
                 with contextlib.suppress(ValueError):  # nobody said that it would come
                     self._expected.remove(task)
             return await self._opened(prepared)
+        except WorkspaceError:
+            self._prepare_anew(task, prepared)  # its snapshot may be lost with a daemon
+            raise
         except BaseException:
             if prepared.snapshot.done() and (prepared.snapshot.cancelled() or prepared.snapshot.exception()):
-                self._prepared.pop(task.id, None)  # the next sample tries again
+                self._prepare_anew(task, prepared)
             raise
         finally:
             self._open_ahead()
             self._drop_old()
+
+    def _prepare_anew(self, task: Task, prepared: _Prepared) -> None:
+        """Let the next sample of a task prepare it again."""
+        if self._prepared.get(task.id) is prepared:
+            del self._prepared[task.id]
+            while prepared.ahead:
+                _close_later(prepared.ahead.popleft())
 
     async def _opened(self, prepared: _Prepared) -> Workspace:
         snapshot = await asyncio.shield(prepared.snapshot)

@@ -139,6 +139,20 @@ async def test_a_workspace_that_does_not_open_is_tried_again_and_failed_with_its
     assert "no room" in failed[0].failure.message
 
 
+async def test_a_task_whose_snapshot_is_lost_is_prepared_again(provider: Counted) -> None:
+    env = Prepared(calc_reward=_number)
+    workspaces = Workspaces(provider, WorkspaceSection(ready=0), env)
+    await workspaces.start("test")
+    await (await workspaces.open(TASKS[0])).close()
+    provider.failures = 2  # both attempts from the snapshot
+    with pytest.raises(WorkspaceError, match="no room"):
+        await workspaces.open(TASKS[0])
+    workspace = await workspaces.open(TASKS[0])
+    assert await workspace.read("n.txt") == b"0"
+    assert env.prepared == {"t0": 2}
+    await workspaces.close()
+
+
 async def test_a_workspace_that_vanishes_fails_the_rollout_which_is_tried_again(provider: Counted) -> None:
     lost: Counter[str] = Counter()
 

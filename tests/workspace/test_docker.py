@@ -14,7 +14,6 @@ import pytest
 from agentrl_tools.workspaces import owner
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.docker import DockerProvider
-from agentrl_tools.workspaces.output import HeadTail
 from podman_help import IMAGE, Podman
 
 from agentrl.errors import PathError, UserError, WorkspaceError
@@ -113,22 +112,22 @@ CALLS: dict[str, Callable[[Workspace], Awaitable[object]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", ["hang", "cut", *ANSWERS])
-async def test_a_daemon_that_fails_is_not_the_programs_fault(podman: Podman, proxy: Proxy, fault: str) -> None:
-    async with opened(address=proxy.address, deadline=6.0) as (_, workspace):
-        proxy.mode = fault
-        ends = await asyncio.wait_for(
-            asyncio.gather(*(call(workspace) for call in CALLS.values()), return_exceptions=True), 60
-        )
-        answered = {"unpack"} if fault in ("no json", "other json") else set()  # nobody reads that answer
-        for name, end in zip(CALLS, ends, strict=True):
-            if name in answered:
-                continue
-            assert isinstance(end, WorkspaceError), f"{name}: {end!r}"
-            assert 10 < len(str(end)) < 600
-            assert "\n" not in str(end)
-        proxy.mode = ""
-        assert (await workspace.exec("echo lives")).stdout == b"lives\n"
+@pytest.mark.parametrize("faults", [["hang"], ["cut", *ANSWERS]], ids=["hangs", "answers nonsense"])
+async def test_a_daemon_that_fails_is_not_the_programs_fault(podman: Podman, proxy: Proxy, faults: list[str]) -> None:
+    async with opened(address=proxy.address, deadline=5.0) as (_, workspace):
+        for fault in faults:
+            proxy.mode = fault
+            ends = await asyncio.wait_for(
+                asyncio.gather(*(call(workspace) for call in CALLS.values()), return_exceptions=True), 60
+            )
+            answered = {"unpack"} if fault in ("no json", "other json") else set()  # nobody reads that answer
+            for name, end in zip(CALLS, ends, strict=True):
+                if name not in answered:
+                    assert isinstance(end, WorkspaceError), f"{fault}: {name}: {end!r}"
+                    assert 10 < len(str(end)) < 600
+                    assert "\n" not in str(end)
+            proxy.mode = ""
+            assert (await workspace.exec("echo lives")).stdout == b"lives\n"
     assert podman.containers() == []
 
 
@@ -168,12 +167,12 @@ async def test_a_daemon_that_answers_slowly(proxy: Proxy) -> None:
 
 
 async def test_a_daemon_that_hangs_under_a_program_with_a_deadline(proxy: Proxy) -> None:
-    async with opened(address=proxy.address, deadline=6.0) as (_, workspace):
+    async with opened(address=proxy.address, deadline=5.0) as (_, workspace):
         running = asyncio.ensure_future(workspace.exec("sleep 60", seconds=4.0))
         await asyncio.sleep(2.5)
         proxy.mode = "hang"
         began = time.monotonic()
-        with pytest.raises(WorkspaceError, match="no answer within 6 s"):
+        with pytest.raises(WorkspaceError, match="no answer within 5 s"):
             await running
         assert time.monotonic() - began < 20
         proxy.mode = ""
@@ -286,26 +285,3 @@ async def test_a_shell_that_a_program_removed(podman: Podman) -> None:
         assert await workspace.read("/etc/passwd")
         assert [change.path for change in await workspace.diff()] == ["/bin"]
         await _read_to_the_end(await workspace.terminal())
-
-
-def test_whose_run_is_dead() -> None:
-    mine = owner.owner()
-    host, boot, namespace, pid, started = mine.split("/")
-    assert not owner.is_dead(mine)
-    assert owner.is_dead("/".join((host, boot, namespace, pid, f"{started}1")))
-    assert owner.is_dead("/".join((host, boot, namespace, "99999999", started)))
-    assert owner.is_dead("/".join((host, "another-boot", namespace, pid, started)))
-    assert not owner.is_dead("/".join(("another-host", "another-boot", namespace, "99999999", started)))
-    assert not owner.is_dead("/".join((host, boot, "another-namespace", "99999999", started)))
-    assert not owner.is_dead("somebody's label")
-
-
-def test_the_beginning_and_the_end_are_kept() -> None:
-    kept = HeadTail(10, b"MARK")
-    for part in (b"01", b"23456789", b"abcdefghi", b"MA", b"RK"):
-        kept.add(part)
-    assert kept.ended
-    assert kept.data() == b"01234\n... 9 bytes left out ...\nefghi"
-    short = HeadTail(10, b"MARK")
-    short.add(b"0123MAR")
-    assert (short.data(), short.ended, short.cut) == (b"0123MAR", False, False)

@@ -18,8 +18,7 @@ class WorkspaceSection(Section):
     """Where rollouts have files and processes; the provider alone is short for `{provider: NAME}`."""
 
     provider: str = "bwrap"
-    """An installed provider, or module:attribute. bwrap: bubblewrap on this machine. docker: docker or podman. e2b: the
-    service."""
+    """An installed provider, or module:attribute. bwrap: bubblewrap on this machine. docker: docker or podman."""
     args: dict[str, Json] = Field(default_factory=dict)
     """Arguments of the provider's class."""
     image: str = ""

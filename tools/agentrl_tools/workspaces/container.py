@@ -8,7 +8,7 @@ import secrets
 import tarfile
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from aiodocker.stream import Stream
 
@@ -32,9 +32,6 @@ from agentrl.workspace.workspace import (
 from agentrl_tools.workspaces import inside, tars
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image
 from agentrl_tools.workspaces.running import ContainerTerminal, RunningCall
-
-if TYPE_CHECKING:
-    from agentrl_tools.workspaces.docker import DockerProvider
 
 _KILL_SECONDS = 20.0  # for what a call left to end
 _LISTING_SECONDS = 60.0
@@ -63,11 +60,28 @@ _NO_PATH = ("not a directory", "is a directory", "file exists", "no space left",
 """How a daemon says that a path is wrong."""
 
 
+class Opener(Protocol):
+    """What opens containers, and knows which are open."""
+
+    @property
+    def measured(self) -> bool:
+        """Whether what is written has to be measured."""
+
+    async def keep(self, container: "Container", daemon: Daemon) -> Snapshot:
+        """Keep the files of a container as an image. Raises DaemonError."""
+
+    async def fresh(self, spec: WorkspaceSpec, snapshot: str) -> "Container":
+        """Open what a container was opened from, without a network. Raises WorkspaceError."""
+
+    async def closed(self, container: "Container", daemon: Daemon) -> None:
+        """Note that one is closed."""
+
+
 class Container(Workspace):
     """provider: whose it is. daemon: where it is. snapshot: the name of what it is opened from; empty: its image."""
 
     def __init__(
-        self, provider: "DockerProvider", daemon: Daemon, name: str, spec: WorkspaceSpec, image: Image, snapshot: str
+        self, provider: Opener, daemon: Daemon, name: str, spec: WorkspaceSpec, image: Image, snapshot: str
     ) -> None:
         self.id = name
         self.home = image.folder if image.folder not in ("", "/") else HOME

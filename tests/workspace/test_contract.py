@@ -144,7 +144,7 @@ async def test_output_is_bounded(workspace: Workspace, many: int) -> None:
 async def test_what_is_left_in_the_background_runs_on(workspace: Workspace) -> None:
     began = time.monotonic()
     loop = "while :; do echo tick >> ticks; sleep 0.1; done"
-    done = await workspace.exec(f"({loop}) >/dev/null 2>&1 & sleep 60 & echo begun")
+    done = await workspace.exec(f"touch ticks; ({loop}) >/dev/null 2>&1 & sleep 60 & echo begun")
     assert (done.stdout, done.ok) == (b"begun\n", True)
     assert time.monotonic() - began < 10
     first = len(await workspace.read("ticks"))

@@ -53,6 +53,7 @@ _LOOK, _CLOSE_LOOK, _PAUSE = 0.05, 0.5, 50  # as in `guard`
 _READY = b"ready\n"
 _MESSAGE = 1 << 18
 _MOST_FDS = 4
+_ATTEMPTS = 3
 FAILED = 125
 """The exit code of a fork that could not become the program; why is in its report."""
 
@@ -175,32 +176,46 @@ class Keeper:
     def spawn(self, request: dict[str, Any], fds: list[int]) -> None:
         """Fork for a request: into the sandbox, or beside it for what looks at its files from outside."""
         outside = request["op"] in ("snapshot", "diff")
-        if not outside:
-            self.start()
+        for _ in range(_ATTEMPTS):
+            if not outside:
+                self.start()
+            if self.forked(request, fds, outside):
+                return
+            self.end()  # what has ended inside is about to be noticed
+        raise OSError(0, "no process can be started in it")
+
+    def forked(self, request: dict[str, Any], fds: list[int], outside: bool) -> bool:
+        """Fork for a request. False: the process namespace takes no more processes."""
         report, report_end = os.pipe()
+        said, said_end = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(report)
-            _run_or_end(self.child if outside else self.sibling, request, fds, report_end, outside)
-        os.close(report_end)
+            if outside:
+                _run_or_end(self.child, request, fds, report_end, outside)
+            _run_or_end(self.sibling, request, fds, report_end, said_end)
+        for end in (report_end, said_end):
+            os.close(end)
         if not outside:
-            first, pid = pid, int(_first_bytes(report, b"\n") or 0)
+            first, pid = pid, int(_first_bytes(said, b"\n") or 0)
             os.waitpid(first, 0)
+        os.close(said)
         if pid == 0:
             os.close(report)
-            raise OSError(0, "no process could be started in it")
+            return False
         self.running[pid] = request["id"], report
+        return True
 
-    def sibling(self, request: dict[str, Any], fds: list[int], report: int, outside: bool) -> None:
+    def sibling(self, request: dict[str, Any], fds: list[int], report: int, say: int) -> None:
         """Fork once more, with the keeper as its parent, into the process namespace inside: the keeper's own children
-        must stay out of one that may end before it. Says the process id first."""
+        must stay out of one that may end before it. Says the process id."""
         check(libc.setns(self.namespaces["pid"], _NEW["pid"]), "setns pid")
         number = _CLONE[os.uname().machine]
         pid = libc.syscall(number, _CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
         if pid == 0:
-            _run_or_end(self.child, request, fds, report, outside)
+            os.close(say)
+            _run_or_end(self.child, request, fds, report, False)
         check(pid, "clone")
-        os.write(report, f"{pid}\n".encode())
+        os.write(say, f"{pid}\n".encode())
         os._exit(0)
 
     def child(self, request: dict[str, Any], fds: list[int], report: int, outside: bool) -> None:
@@ -230,7 +245,7 @@ class Keeper:
         """Run a program, hold a terminal, listen, or read and write files: with no more rights than a program."""
         op = request["op"]
         if op in ("exec", "terminal"):
-            env = {**self.spec["env"], **request["env"]}
+            env = {**self.spec["env"], **request["env"], file_calls.MARK: str(request["id"])}
             os.chdir(request["cwd"])
             os.umask(0o022)
             if op == "terminal":
@@ -296,9 +311,10 @@ class Keeper:
         try:
             if request["op"] == "kill":
                 for pid, (name, _) in self.running.items():
-                    if name == request["id"]:
+                    if name == request["of"]:
                         with contextlib.suppress(ProcessLookupError):
                             os.killpg(pid, signal.SIGKILL)
+                self.spawn(request, fds)
             elif request["op"] == "end":
                 self.end()
                 self.say(id=request["id"], event="end", code=0, stopped="")

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -57,6 +58,8 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 _LATE = 15.0  # seconds over a program's own, after which the keeper is not believed in any more
 _READY_SECONDS = 75.0  # for it to start, on a machine that is busy with hundreds
+_GET_SESSION = 0x5429  # TIOCGSID
+_INTERRUPT_SECONDS = 1.0  # for a program to end by an interrupt
 _CALL_SECONDS = 120.0  # of a call that moves files
 _MOST_WORDS = 120_000  # bytes of one argument: the kernel takes 128 KiB
 _PROXY_PORT = 3128
@@ -80,6 +83,7 @@ class BwrapProvider(WorkspaceProvider):
         self._control: socket.socket | None = None
         self._lock = -1
         self._open: set[BwrapWorkspace] = set()
+        self._kept: set[str] = set()
         self._count = 0
 
     @property
@@ -166,13 +170,29 @@ class BwrapProvider(WorkspaceProvider):
         return ""
 
     async def forget(self, snapshot: Snapshot) -> None:
-        if self._state is not None:
-            name = snapshot.name.split("+")[0]
-            await asyncio.to_thread(remove_tree, self._state / "snapshots" / name)
+        self._kept.discard(snapshot.name)
+        await self._remove_unused(snapshot.name.split("+"))
 
-    def forget_workspace(self, workspace: "BwrapWorkspace") -> None:
-        """Note that one is closed."""
-        self._open.discard(workspace)
+    async def _remove_unused(self, names: Sequence[str]) -> None:
+        """Remove layers that no workspace and no snapshot stands on any more."""
+        if self._state is None:
+            return
+        used = {layer for one in self._open for layer in one.layers}
+        used |= {layer for name in self._kept for layer in name.split("+")}
+        for name in names:
+            if name not in used:
+                await asyncio.to_thread(remove_tree, self._state / "snapshots" / name)
+
+    def keep(self, snapshot: Snapshot) -> Snapshot:
+        """Keep a snapshot until it is to be forgotten."""
+        self._kept.add(snapshot.name)
+        return snapshot
+
+    async def closed(self, workspace: "BwrapWorkspace") -> None:
+        """Note that a workspace is closed."""
+        if workspace in self._open:
+            self._open.discard(workspace)
+            await self._remove_unused(workspace.layers)
 
     async def close(self) -> None:
         for workspace in list(self._open):
@@ -201,7 +221,7 @@ class BwrapWorkspace(Workspace):
 
     def __init__(self, provider: BwrapProvider, name: str, spec: WorkspaceSpec, chain: Sequence[str]) -> None:
         self.id = name
-        self._provider, self._spec, self._chain = provider, spec, tuple(chain)
+        self._provider, self._spec, self.layers = provider, spec, tuple(chain)
         self._channel: socket.socket | None = None
         self._calls: dict[int, _Call] = {}
         self._count = 0
@@ -327,13 +347,13 @@ class BwrapWorkspace(Workspace):
         own = f"{self.id}-{self._count}"
         call, name = self._ask({"op": "snapshot", "name": own}, ())
         await self._ended(call, name, _CALL_SECONDS)
-        return Snapshot(self._provider.name, "+".join((own, *self._chain)))
+        return self._provider.keep(Snapshot(self._provider.name, "+".join((own, *self.layers))))
 
     async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
         spec = WorkspaceSpec(self._spec.image, self._spec.limits, env=self._spec.env, labels=self._spec.labels)
         if image or build:
             return await self._provider.open(replace(spec, image=image, build=build))
-        return await self._provider.open(spec, Snapshot("bwrap", "+".join(self._chain)) if self._chain else None)
+        return await self._provider.open(spec, Snapshot("bwrap", "+".join(self.layers)) if self.layers else None)
 
     async def close(self) -> None:
         if self._timer is not None:
@@ -341,12 +361,13 @@ class BwrapWorkspace(Workspace):
         self._lose("it is closed")
         if self._proxy is not None:
             await self._proxy.close()
-        self._provider.forget_workspace(self)
+        await self._provider.closed(self)
 
     def kill(self, name: int) -> None:
         """Kill what a request started."""
         with contextlib.suppress(WorkspaceError):
-            self._send({"op": "kill", "id": name}, ())
+            self._count += 1
+            self._send({"op": "kill", "of": name, "id": self._count}, ())
 
     def _ask(self, request: dict[str, Json], fds: Sequence[int]) -> tuple["_Call", int]:
         self._count += 1
@@ -465,6 +486,8 @@ class BwrapTerminal(Terminal):
         loop = asyncio.get_running_loop()
         while data:
             self._check()
+            if self._call.end.done():
+                raise WorkspaceError("the shell has ended")
             try:
                 data = data[os.write(self._master, data) :]
             except BlockingIOError:
@@ -490,13 +513,15 @@ class BwrapTerminal(Terminal):
                 pass
             except OSError:  # nothing holds the other end any more
                 return None
+            if self._call.end.done():  # what it left in the background may still hold the terminal
+                return None
             left = end - time.monotonic()
             if left <= 0:
                 return b""
             ready = loop.create_future()
             loop.add_reader(self._master, _resolve, ready)
             try:
-                await asyncio.wait({ready}, timeout=left)
+                await asyncio.wait({ready, self._call.end}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 loop.remove_reader(self._master)
 
@@ -507,7 +532,25 @@ class BwrapTerminal(Terminal):
             raise error
 
     async def interrupt(self) -> None:
+        running = self._foreground()
         await self.send(b"\x03")
+        end = time.monotonic() + _INTERRUPT_SECONDS
+        while running and running == self._foreground():
+            if time.monotonic() > end:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(running, signal.SIGKILL)
+                return
+            await asyncio.sleep(0.02)
+
+    def _foreground(self) -> int:
+        """The process group in the foreground; 0: the shell's own, or none."""
+        with contextlib.suppress(OSError):
+            own, group = (
+                struct.unpack("i", fcntl.ioctl(self._master, request, bytes(4)))[0]
+                for request in (_GET_SESSION, termios.TIOCGPGRP)
+            )
+            return 0 if group == own else int(group)
+        return 0
 
     async def resize(self, rows: int, columns: int) -> None:
         self._check()

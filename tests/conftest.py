@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -23,6 +23,9 @@ from warm import have_ray_workers
 
 from agentrl import secrets
 from agentrl.recipe.document import GIVEN
+
+if TYPE_CHECKING:
+    from podman_help import Podman
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job, which tests of Ctrl-C would inherit
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -141,6 +144,15 @@ def bubblewrap() -> None:
         make_sandbox("bwrap", pool=0)
     except UserError as error:
         pytest.skip(f"needs bubblewrap (apt-get install bubblewrap): {error}")
+
+
+@pytest.fixture(scope="session")
+def podman() -> Iterator["Podman"]:
+    """A podman that serves its API; skips where it is missing, or does not work."""
+    from podman_help import podman_service
+
+    with podman_service() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

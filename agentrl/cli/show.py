@@ -158,7 +158,20 @@ class _Printer:
                 self._tokens(record, told)
         for line in _calls(record):
             self.say(line, "yellow")
+        self._workspace(record)
         self.say(f"({_cost(record)})\n", "dim")
+
+    def _workspace(self, record: "Record") -> None:
+        """Print what the sample changed in its workspace."""
+        kept = (record.get("extra") or {}).get("workspace")
+        if not isinstance(kept, dict):
+            return
+        changes = kept.get("changes") or ()
+        self.say(f"-- files: {len(changes)}{' or more' if kept.get('more') else ''} changed", "bold")
+        for kind, path, size in changes:
+            self.say(f"{kind} {path}" + (f" ({size:,} bytes)" if size else ""), "yellow")
+        if kept.get("diff"):
+            self.say(_plain(str(kept["diff"]).rstrip("\n")))
 
     def _message(self, message: Mapping[str, Json]) -> None:
         name = f" {message['name']}" if message.get("name") else ""

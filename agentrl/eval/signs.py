@@ -81,6 +81,22 @@ def _leaves(value: Json) -> Iterator[str]:
             yield str(one)
 
 
+# What was changed
+
+
+def changed(extra: Json) -> Iterator[tuple[Sign, str]]:
+    """Yield a sign for each path that the sample changed in its workspace, or for having changed none. extra: of the
+    trajectory."""
+    kept = extra.get("workspace") if isinstance(extra, Mapping) else None
+    if not isinstance(kept, Mapping):
+        return
+    changes = kept.get("changes") or ()
+    if not changes:
+        yield ("files", "none changed"), ""
+    for kind, path, size in changes:
+        yield ("files", f"{kind} {path}"), f"{size} bytes" if size else ""
+
+
 # What was copied
 
 

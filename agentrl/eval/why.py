@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from agentrl.errors import UserError
-from agentrl.eval.signs import UNSURE, Said, Sign, ended, miscopied, repeated, said, unsure
+from agentrl.eval.signs import UNSURE, Said, Sign, changed, ended, miscopied, repeated, said, unsure
 from agentrl.plugins.types import Json
 from agentrl.rollout.call_counts import CallCounts, CallFault, add_row
 from agentrl.rollout.trajectory_file import Record, Row, read_batches, read_records, read_rows
@@ -42,6 +42,7 @@ _NOTE = 200  # characters of an error
 _COLUMNS = (
     "task", "environment", "sample", "reward", "solved", "finish", "boundary", "task_data", "messages", "branches",
     "segments", "tools", "tool_uses", "turns", "error",
+    "extra",
 )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ class Cause:
     """A sign that unsolved samples have more often than solved ones."""
 
     kind: str
-    """`field`, `finish`, `tool error`, `calls`, `miscopied`, `made up` or `unsure`."""
+    """`field`, `finish`, `tool error`, `calls`, `files`, `miscopied`, `made up` or `unsure`."""
     value: str
     """Which of its kind, such as `number in a call of calculator` or `kind = trip`."""
     unsolved: int
@@ -276,6 +277,7 @@ class _Counted:
     def _signs(self, row: Row) -> Iterator[tuple[Sign, str]]:
         messages, branches, tools = _conversations(row)
         yield from ended(row)
+        yield from changed(_parsed(row["extra"]))
         yield from repeated(messages)
         yield from miscopied(messages, tools)
         if self._piece is None or row["lowest"] is None or (turn := _turn(row, messages, branches)) is None:

@@ -13,5 +13,5 @@ TIERS = {
 still be installed, and then the quick ones, so that the processes that share the files end at about the same time."""
 FIXTURES = {"sglang_venv": "sglang", "vllm_venv": "vllm", "bubblewrap": "sandbox", "chromium": "browser"}
 """Fixture: the marker of every test that uses it."""
-SHARED = ("sglang_url", "ray_address")
-"""Fixtures of a whole session that take long to start: one process runs all files that name one of them."""
+SHARED = ("sglang_url", "ray_address", "podman_help")
+"""What takes long to start, for a whole session: one process runs all files that name one of them."""

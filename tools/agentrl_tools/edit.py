@@ -101,11 +101,10 @@ class Edit(WorkspaceTool):
             return self._bounded(await _folder(file.workspace, file.path))
         lines = await file.lines()
         first, last = view_range or (1, -1)
-        last = len(lines) if last == -1 else last
-        if not 1 <= first <= last:
-            raise ArgumentError(f"view_range {list(view_range or ())}: give two lines between 1 and {len(lines)}")
-        if first > len(lines):
-            raise ArgumentError(f"view_range begins at {first}, and {file.path} has {len(lines)} lines")
+        count = _count(lines)
+        last = max(1, count) if last == -1 else last
+        if not 1 <= first <= last or first > max(1, count):
+            raise ArgumentError(f"view_range {[first, last]}: give two lines between 1 and {count}")
         return self._bounded(_numbered(lines[first - 1 : last], first))
 
     def _bounded(self, text: str) -> str:
@@ -117,7 +116,7 @@ class Edit(WorkspaceTool):
 
     async def _insert(self, file: "_File", lines: Lines, arguments: Mapping[str, Json]) -> str:
         at, text = _needed(arguments, "insert_line"), _needed(arguments, "new_str")
-        count = len(lines) - 1 if lines[-1] == "" else len(lines)
+        count = _count(lines)
         if at > count:
             raise ArgumentError(f"insert_line is {at}, and {file.path} has {count} lines")
         new = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
@@ -182,6 +181,11 @@ def _needed(arguments: Mapping[str, Json], name: str) -> Json:
     if arguments.get(name) is None:
         raise ArgumentError(f"`{arguments['command']}` needs `{name}`")
     return arguments[name]
+
+
+def _count(lines: Lines) -> int:
+    """How many there are, but for the empty one after the last end of line."""
+    return len(lines) - 1 if lines[-1] == "" else len(lines)
 
 
 def _numbered(lines: Sequence[str], first: int) -> str:

@@ -36,12 +36,13 @@ _TYPED = (
 )
 _PROBE = "__s=130;stty sane -echo 2>/dev/null;printf '\\033]%s;%s\\007' {nonce} 130 >/dev/tty\n"
 _ESCAPED = re.compile(rb"[^ -&(-\[\]-~]")
-_PROMPTS = re.compile(rb"(?:\x1b\])?[0-9a-f]*;[0-9]+\x07")
-"""Markers that were prompts, of which busybox may draw the end alone."""
 _UNITS = re.compile(r"\\0...|\\\\|.")
+_AT = r"""at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }; shell=$1
+"""
 # What the foreground processes of the shell $1 wait for: `read` of its terminal, `poll` for whatever, or neither.
-_ASK = r"""
-shell=$1; at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }
+_ASK = (
+    _AT
+    + r"""
 set -- $(at $shell); group=$6; said=
 for folder in /proc/[0-9]*; do
   set -- $(at ${folder#/proc/})
@@ -54,11 +55,22 @@ for folder in /proc/[0-9]*; do
 done
 echo $said
 """
+)
 
-_KILL = r"""
-at() { read -r line 2>/dev/null </proc/$1/stat && echo "${line##*) }"; }
-set -- $(at $1); [ "$6" -gt 1 ] && [ "$6" != "$3" ] && kill -9 -$6
+_KILL = (
+    _AT
+    + r"""
+set -- $(at $shell); [ "$6" -gt 1 ] && [ "$6" != "$3" ] && kill -9 -$6
 """
+)
+_END = (
+    _AT
+    + r"""
+for folder in /proc/[0-9]*; do
+  set -- $(at ${folder#/proc/}); [ "$4" = "$shell" ] && kill -9 ${folder#/proc/}
+done
+"""
+)
 
 
 class Ending(StrEnum):
@@ -98,7 +110,7 @@ class Shell:
         self._workspace, self._seconds = workspace, seconds
         self._terminal: Terminal | None = None
         self._pid = ""
-        self._nonce = ""
+        self._nonce = self._former = ""
         self._pending = b""
         self.running = False
         """Whether a command has begun and not ended."""
@@ -111,7 +123,7 @@ class Shell:
         terminal = await self._opened()
         output = Output()
         output.add(await self._between(terminal))
-        self._nonce = secrets.token_hex(8)
+        self._former, self._nonce = self._nonce, secrets.token_hex(8)
         self.running = True
         await terminal.send(_typed(command.encode(errors="replace"), self._nonce))
         if not await self._until(terminal, self._nonce, b"S", _START):
@@ -130,8 +142,14 @@ class Shell:
         assert self._terminal is not None
         return await self._interrupted(self._terminal, Output(), Ending.DONE)
 
+    async def end(self) -> None:
+        """End the shell and what it started, in the background, too."""
+        if self._terminal is not None:
+            await self._ask(_END)
+        await self.close()
+
     async def close(self) -> None:
-        """End the shell and what it started."""
+        """End the shell; what runs in the background ends with the workspace."""
         terminal, self._terminal, self.running = self._terminal, None, False
         if terminal is not None:
             await terminal.close()
@@ -165,7 +183,7 @@ class Shell:
         data, self._pending = self._pending, b""
         while len(data) < FLOOD and (more := await terminal.read(0.0)):
             data += more
-        return _PROMPTS.sub(b"", data)
+        return data
 
     async def _follow(self, terminal: Terminal, output: Output) -> Ran:
         """Gather output until there is something to tell."""
@@ -211,7 +229,7 @@ class Shell:
         await terminal.interrupt()
         for kill in (False, True):
             if kill:
-                await self._workspace.exec(["sh", "-c", _KILL, "sh", self._pid], cwd="/", seconds=5.0)
+                await self._ask(_KILL)
             await self._gather(terminal, output, former, _PROMPT)
             await terminal.send(_PROBE.format(nonce=self._nonce).encode())
             code = await self._gather(terminal, output, self._nonce, _BACK)
@@ -219,7 +237,7 @@ class Shell:
                 self.running = self.waiting = False
                 break
         else:
-            await self.close()
+            await self.end()
         ending = why if code is not None else Ending.LOST
         return Ran(ending, _without_traces(_without_traces(output.data(), self._nonce), former), code or 0)
 
@@ -234,15 +252,19 @@ class Shell:
         return code
 
     def _told(self, ending: Ending, output: Output, code: int = 0) -> Ran:
-        return Ran(ending, _without_traces(output.data(), self._nonce), code)
+        return Ran(ending, _without_traces(_without_prompt(output.data(), self._former), self._nonce), code)
 
     async def _waits(self, output: Output) -> bool:
         """Whether the program waits for what is typed: it reads the terminal, or it waits for something and has left
         a line unfinished, as prompts are."""
         unfinished = (self._pending or output.last)[-1:] not in (b"", b"\n")
-        asked = await self._workspace.exec(["sh", "-c", _ASK, "sh", self._pid], cwd="/", seconds=5.0)
-        does = asked.stdout.strip()
+        does = await self._ask(_ASK)
         return does == b"read" or (unfinished and does in (b"poll", b""))
+
+    async def _ask(self, script: str) -> bytes:
+        """What a script about the processes of the shell prints."""
+        asked = await self._workspace.exec(["sh", "-c", script, "sh", self._pid], cwd="/", seconds=5.0)
+        return asked.stdout.strip()
 
 
 def _marker(nonce: str, value: bytes) -> re.Pattern[bytes]:
@@ -253,6 +275,12 @@ def _without_traces(data: bytes, nonce: str) -> bytes:
     """`data` without the lines that are not the command's: echoes of what was typed, traces of `set -x`."""
     data = _marker(nonce, rb"[^\x07]*").sub(b"", data)
     return re.sub(rb"(?m)^(?:.*%s.*|\++ __[abs]=.*)\n?" % nonce.encode(), b"", data)
+
+
+def _without_prompt(data: bytes, nonce: str) -> bytes:
+    """`data` without the prompt before it, of which busybox may draw the end alone."""
+    ends = "|".join(nonce[i:] for i in range(len(nonce) - 1))
+    return re.sub(rb"\A(?:\x1b\])?(?:%s);[0-9]{1,3}\x07?" % ends.encode(), b"", data) if nonce else data
 
 
 def _begun_marker(data: bytes) -> int:

@@ -22,8 +22,8 @@ _TOLD = {
     Ending.TIME: "[it ran for more than {seconds:g} seconds and was ended]",
     Ending.FLOOD: "[it printed far too much and was ended]",
     Ending.ENDED: "[the shell ended: the next command runs in a new one, without its variables, in {home}]",
-    Ending.LOST: "[the shell did not answer any more and was ended, with what it had started: the next command runs in a "
-    "new one, without its variables, in {home}]",
+    Ending.LOST: "[the shell did not answer any more and was ended, with what it had started: the next command runs in "
+    "a new one, without its variables, in {home}]",
 }
 
 
@@ -74,9 +74,9 @@ class Terminal(WorkspaceTool):
         state: _State = session.state
         async with state.lock:
             if restart:
-                await state.shell.close()
+                await state.shell.end()
                 return ToolResponse("[the shell was started anew]")
-            ran = await (self._typed(state.shell, line) if command is None else self._ran(state.shell, command))
+            ran = await (self._typed(state.shell, str(line)) if command is None else self._ran(state.shell, command))
             return await self._response(session, ran)
 
     async def _ran(self, shell: Shell, command: str) -> Ran:

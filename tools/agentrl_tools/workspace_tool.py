@@ -8,6 +8,8 @@ from agentrl.workspace.workspace import Workspace
 class WorkspaceTool(Tool):
     """A tool that needs a workspace: its recipe sets `workspace.provider`."""
 
+    uses_workspace = True
+
     async def create(self, session: Session, **create_kwargs: Json) -> None:
         self.workspace(session)
 

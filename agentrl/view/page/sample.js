@@ -294,7 +294,7 @@ export function sampleView(app, params) {
     ].filter(Boolean);
     body.addEventListener("show", (event) => show("chat", event.detail));
     const failed = sample.failure ? h("p", { class: "bad" }, `failed (${sample.failure.boundary}): ${sample.failure.message}`) : null;
-    replace(element, h("div", { class: "links" }, links), h("h1", null, i !== undefined && mark(column, i), " ", app.runs.length > 1 ? `${app.runs[run].name} · ` : "", title), failed, summary(sample, i, column), i !== undefined && over(app, i), ways, body);
+    replace(element, h("div", { class: "links" }, links), h("h1", null, i !== undefined && mark(column, i), " ", app.runs.length > 1 ? `${app.runs[run].name} · ` : "", title), failed, summary(sample, i, column), i !== undefined && over(app, i), ways, body, workspace(sample));
     show(way);
   }
 
@@ -320,6 +320,19 @@ export function sampleView(app, params) {
     if (sample && drawn === undefined && index() !== undefined) draw();
   };
   return { element, title: "Conversation", keys, update };
+}
+
+// What the rollout changed in its workspace.
+function workspace(sample) {
+  const kept = sample.extra?.workspace;
+  if (!kept) return null;
+  const changes = kept.changes ?? [];
+  const count = `${changes.length.toLocaleString("en-US")}${kept.more ? " or more" : ""} ${changes.length === 1 ? "file" : "files"} changed`;
+  const lines = (kept.diff ?? "").split("\n").map((line) => h("span", { class: line.startsWith("+") ? "added" : line.startsWith("-") ? "removed" : "" }, `${line}\n`));
+  return h("section", { class: "workspace" },
+    h("h2", null, `Workspace: ${count}`),
+    h("ul", null, changes.map(([kind, path, size]) => h("li", null, `${kind} `, h("code", null, path), size ? ` ${size.toLocaleString("en-US")} bytes` : ""))),
+    kept.diff ? h("pre", { class: "diff", tabindex: "0" }, lines) : null);
 }
 
 // Several samples side by side: a group, or a task over the steps of training.

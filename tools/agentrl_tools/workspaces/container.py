@@ -32,7 +32,7 @@ from agentrl.workspace.workspace import (
 )
 from agentrl_tools.workspaces import inside, tars
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image
-from agentrl_tools.workspaces.output import HeadTail
+from agentrl_tools.workspaces.running import ContainerTerminal, RunningCall
 
 if TYPE_CHECKING:
     from agentrl_tools.workspaces.docker import DockerProvider
@@ -56,6 +56,8 @@ _OURS = ("/dev", "/proc", "/sys", "/run/.containerenv", "/run/secrets", "/.docke
 _NO_PROGRAM = ("executable file not found", "no such file or directory", "permission denied", "exec format error",
                "too many levels of symbolic links", "input/output error")  # fmt: skip
 """How a daemon says that the shell of the image is gone."""
+_FULL = ("resource temporarily unavailable", "cannot allocate memory", "no space left on device", "too many open files")
+"""How it says that a limit of the workspace is reached."""
 _NO_USER = ("unable to find user", "no matching entries in passwd", "no users found", "unable to find group")
 _NO_PATH = ("not a directory", "is a directory", "file exists", "no space left", "read-only file system",
             "file name too long", "too many levels of symbolic links", "permission denied", "no such file")  # fmt: skip
@@ -78,6 +80,7 @@ class Container(Workspace):
         self._config: dict[str, Any] = {}
         self._why = ""
         self._stops, self._stopped = 0, ""
+        self._restarts = asyncio.Lock()
         self._written, self._running = asyncio.Event(), 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -126,7 +129,7 @@ class Container(Workspace):
             raise PathError(f"a command has between 1 and {_MOST_WORDS} bytes; write a longer script to a file")
         if any("\0" in word for word in words):
             raise PathError("a command holds no zero bytes")
-        call = _Call(stdin, output)
+        call = RunningCall(stdin, output)
         limits, folder, began = self._spec.limits, self.absolute(cwd or "."), time.monotonic()
         blocks = str(max(1, limits.disk // 512))
         line = ["/bin/sh", "-c", inside.EXEC, "sh", str(len(stdin)), str(limits.descriptors), blocks, folder, *words]
@@ -163,8 +166,9 @@ class Container(Workspace):
 
     async def _started(self, words: Sequence[str], options: dict[str, Any]) -> tuple[Any, Stream]:
         """Start a program; where the container was stopped, it is started again. Raises PathError, WorkspaceError."""
-        self._check()
         for again in (False, True):
+            async with self._restarts:
+                self._check()
             try:
                 return await self._daemon.started("start a program", self.container, words, **options)
             except DaemonError as error:
@@ -172,15 +176,18 @@ class Container(Workspace):
                 if any(words in text for words in _NO_USER):
                     raise PathError(f"user {options.get('user')!r}: the image has no such user") from None
                 state = await self._state()
+                if state.get("Running") and any(words in text for words in _FULL):
+                    raise _NoProgramError("no program can be started: the workspace's limits are reached") from None
                 if state.get("Running") and any(words in text for words in _NO_PROGRAM):
                     raise _NoProgramError("/bin/sh of the image cannot be started") from None
                 if again or state.get("Running"):
                     raise
-            self._stops, self._stopped = self._stops + 1, "its first process was killed, for want of memory"
-            await self._daemon.call("start a container", self._handle.start())
+            self._stops, self._stopped = self._stops + 1, "its first process was killed"
+            async with self._restarts:
+                await self._daemon.call("start a container", self._handle.start())
         raise AssertionError("not reached")
 
-    async def _heard(self, call: "_Call", execution: Any, stream: Stream, seconds: float, user: str) -> bool:
+    async def _heard(self, call: RunningCall, execution: Any, stream: Stream, seconds: float, user: str) -> bool:
         """Wait for the end of a program, which is killed after `seconds`. True where it was. Raises WorkspaceError."""
         carrying = asyncio.ensure_future(call.carry(stream))
         try:
@@ -230,7 +237,7 @@ class Container(Workspace):
         self, script: str, *words: str, user: str = "0", stdin: bytes = b"", seconds: float = _KILL_SECONDS
     ) -> tuple[int, bytes]:
         """Run a script of ours inside: its exit code (124: it took too long) and output. Raises WorkspaceError."""
-        call = _Call(b"", _LISTING_BYTES, marked=False)
+        call = RunningCall(b"", _LISTING_BYTES, marked=False)
         try:
             options = {"user": user, "stderr": False}
             execution, stream = await self._started(["/bin/sh", "-c", script, "sh", *words], options)
@@ -319,9 +326,11 @@ class Container(Workspace):
         try:
             return await self._daemon.call("look at a path", looked())
         except DaemonError as error:
-            if error.status != 404:
+            if not 400 <= error.status < 900:
                 raise
-        await self._state()
+            await self._state()
+            if error.status != 404:  # and no answer to say why
+                raise PathError(f"{path}: too many links, or a file where a folder should be") from None
         return None
 
     async def read(self, path: str, *, offset: int = 0, limit: int = READ) -> bytes:
@@ -478,7 +487,8 @@ class Container(Workspace):
 
     async def end_processes(self) -> None:
         self._check()
-        await self._daemon.call("restart a container", self._handle.restart(t=0))
+        async with self._restarts:
+            await self._daemon.call("restart a container", self._handle.restart(t=0))
         if not (await self._state()).get("Running"):
             raise WorkspaceError(f"workspace {self.id}: its container does not run any more")
 
@@ -546,93 +556,8 @@ class Container(Workspace):
         await self._provider.closed(self, self._daemon)
 
 
-class ContainerTerminal(Terminal):
-    """A program on a terminal in a container."""
-
-    def __init__(self, workspace: Container, daemon: Daemon, execution: Any, stream: Stream, name: str) -> None:
-        self._workspace, self._daemon, self._execution, self._stream = workspace, daemon, execution, stream
-        self._name, self._rest, self._ended, self._closed = name, b"", False, False
-
-    async def send(self, data: bytes) -> None:
-        self._check()
-        if self._ended:
-            raise WorkspaceError("the shell has ended")
-        await self._daemon.call("type into a terminal", self._stream.write_in(data))
-
-    async def read(self, seconds: float, most: int = 1 << 16) -> bytes | None:
-        self._check()
-        if not self._rest and not self._ended:
-            try:
-                async with asyncio.timeout(seconds):
-                    message = await self._daemon.call(
-                        "read a terminal", self._stream.read_out(), seconds + LONG_SECONDS
-                    )
-            except TimeoutError:
-                return b""
-            if message is None:
-                self._ended = True
-                await self._workspace.check_running()
-            else:
-                self._rest = bytes(message.data)
-        data, self._rest = self._rest[:most], self._rest[most:]
-        return data or (None if self._ended else b"")
-
-    def _check(self) -> None:
-        if self._closed:
-            raise WorkspaceError("the terminal is closed")
-
-    async def interrupt(self) -> None:
-        await self.send(b"\x03")
-        await self._workspace.run_on_call(inside.INTERRUPT, self._name)
-
-    async def resize(self, rows: int, columns: int) -> None:
-        self._check()
-        await self._daemon.call("resize a terminal", self._execution.resize(h=rows, w=columns))
-
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.suppress(Exception):
-            await self._stream.close()
-        with contextlib.suppress(WorkspaceError):  # then it ends with the workspace
-            await self._workspace.run_on_call(inside.KILL, self._name)
-
-
 class _NoProgramError(Exception):
     """The shell of the image cannot be started any more: somebody in it removed it."""
-
-
-class _Call:
-    """A program that runs, and what it prints."""
-
-    def __init__(self, stdin: bytes, output: int, *, marked: bool = True) -> None:
-        self.name = secrets.token_hex(8)
-        """What marks it in its environment."""
-        mark = secrets.token_hex(16).encode() if marked else b""
-        self.input = mark + b"\n" + stdin if marked else b""
-        self.out, self.err = HeadTail(output, mark), HeadTail(output, mark)
-        self.code = 0
-
-    async def carry(self, stream: Stream) -> None:
-        """Carry the streams, until the program has ended."""
-        writing = asyncio.ensure_future(self._feed(stream))
-        try:
-            while not (self.out.ended and self.err.ended):
-                message = await stream.read_out()
-                if message is None:
-                    break
-                (self.err if message.stream == 2 else self.out).add(message.data)
-        finally:
-            writing.cancel()
-            await asyncio.wait({writing})
-
-    async def _feed(self, stream: Stream) -> None:
-        rest = memoryview(self.input)
-        with contextlib.suppress(Exception):  # it reads no more
-            while rest:
-                await stream.write_in(bytes(rest[: 1 << 16]))
-                rest = rest[1 << 16 :]
 
 
 def _kind(mode: int) -> FileKind:

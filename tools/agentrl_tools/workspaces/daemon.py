@@ -17,13 +17,15 @@ from aiodocker.stream import Stream
 from yarl import URL
 
 from agentrl.errors import PathError, UserError, WorkspaceError
-from agentrl_tools.workspaces.owner import LABEL_OWNER, is_dead
+from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_PROVIDER, is_dead
 
 LONG_SECONDS = 600.0
 """Deadline of what depends on the size of images and files."""
+_FIRST_SECONDS = 30.0  # of the first calls: a socket may start its daemon
 AVOIDED_SECONDS = 30.0
 """For which a daemon that failed is asked last."""
 _ANSWER = 64 << 20  # bytes of one that is not a file
+_SENT_A_SECOND = 4 << 20  # bytes that a daemon takes at least
 _LINE = 300
 _CONNECTIONS = 0  # no limit: a program that runs holds one
 
@@ -85,8 +87,9 @@ class Daemon:
 
     async def start(self) -> None:
         """Connect. Raises DaemonError, UserError."""
-        await self.call("connect", self.docker.version())
-        info = await self.call("say what it is", self.docker.system.info())
+        seconds = max(_FIRST_SECONDS, self._patience)
+        await self.call("connect", self.docker.version(), seconds)
+        info = await self.call("say what it is", self.docker.system.info(), seconds)
         self.cores = max(1, int(info["NCPU"])) if isinstance(info, dict) and str(info.get("NCPU")).isdigit() else 1
 
     async def call(self, what: str, work: Awaitable[T], seconds: float = 0.0) -> T:
@@ -100,7 +103,7 @@ class Daemon:
         except aiodocker.DockerError as error:
             if error.status >= 900:
                 self._avoid()
-            raise DaemonError(self._told(what, str(error.message)), error.status) from None
+            raise DaemonError(self._told(what, error.message or f"HTTP {error.status}"), error.status) from None
         except TimeoutError:
             self._avoid()
             late = f"no answer within {seconds:g} s" if clock.expired() else "it does not answer"
@@ -119,23 +122,25 @@ class Daemon:
         """What the daemon says of something. Raises DaemonError."""
 
         async def asked() -> Any:
-            async with self.answer("GET", path, params) as (_, response):
+            async with self.answer("GET", path, params, seconds=seconds) as (_, response):
                 return json.loads(await _read(response, _ANSWER))
 
         return await self.call(what, asked(), seconds)
 
     @asynccontextmanager
     async def answer(
-        self, method: str, path: str, params: Mapping[str, str], data: bytes | None = None
+        self, method: str, path: str, params: Mapping[str, str], data: bytes | None = None, seconds: float = 0.0
     ) -> AsyncIterator[tuple[dict[str, Any], aiohttp.ClientResponse]]:
-        """A call within `call`, whose answer is read piece by piece: what a header says of a path, and the answer."""
+        """A call within `call`, whose answer is read piece by piece: what a header says of a path, and the answer.
+        seconds: in which its beginning and each further piece must come, longer for what is sent."""
         docker = self.docker
         if docker.api_version == "auto":
             await docker.containers.list(limit=1)
         url = URL(f"{docker.docker_host}/{docker.api_version}/{path}").with_query(dict(params))
         kind = {"Content-Type": "application/x-tar"} if data is not None else {}
-        no_limit = aiohttp.ClientTimeout(total=None)
-        async with docker.session.request(method, url, data=data, headers=kind, timeout=no_limit) as response:
+        quiet = (seconds or self._patience) + len(data or b"") / _SENT_A_SECOND
+        limit = aiohttp.ClientTimeout(total=None, sock_read=quiet)
+        async with docker.session.request(method, url, data=data, headers=kind, timeout=limit) as response:
             if response.status >= 400:
                 text = (await _read(response, 1 << 16)).decode(errors="replace")
                 raise aiodocker.DockerError(response.status, _message(text))
@@ -187,14 +192,17 @@ class Daemon:
             f"have it ({line(why)}); build it, or import a root folder: tar -C ROOT -c . | podman import - {name}"
         )
 
-    async def sweep(self) -> None:
-        """Remove the containers and images of runs that are dead. Raises DaemonError."""
-        filters = json.dumps({"label": [LABEL_OWNER]})
-        containers = await self.json("list containers", "containers/json", {"all": "1", "filters": filters})
-        for one in _of_the_dead(containers):
+    async def sweep(self, provider: str = "") -> None:
+        """Remove the containers and images of a provider; without one those of runs that are dead. Raises
+        DaemonError."""
+        label = f"{LABEL_PROVIDER}={provider}" if provider else LABEL_OWNER
+        filters = json.dumps({"label": [label]})
+        listed = {"all": "1", "filters": filters}
+        containers = await self.json("list containers", "containers/json", listed, _FIRST_SECONDS)
+        for one in _chosen(containers, provider):
             await self.remove_container(one)
         images = await self.json("list images", "images/json", {"filters": filters})
-        await self.remove_images(_of_the_dead(images))
+        await self.remove_images(_chosen(images, provider))
 
     async def remove_container(self, container: str) -> None:
         """End and remove one, if it is there. Raises DaemonError."""
@@ -265,12 +273,11 @@ def _message(text: str) -> str:
     return str(said.get("message") or said.get("cause") or text) if isinstance(said, dict) else text
 
 
-def _of_the_dead(listed: Any) -> list[str]:
-    """The ids of what a list names whose run is dead."""
+def _chosen(listed: Any, provider: str) -> list[str]:
+    """The ids of what a list names: of a provider, or of runs that are dead."""
     if not isinstance(listed, list):
         raise DaemonError(f"the Docker daemon failed to list what it has: {line(str(listed))}")
-    return [
-        str(one["Id"])
-        for one in listed
-        if isinstance(one, dict) and "Id" in one and is_dead(str((one.get("Labels") or {}).get(LABEL_OWNER, "")))
-    ]
+    labels = {str(one["Id"]): one.get("Labels") or {} for one in listed if isinstance(one, dict) and "Id" in one}
+    if provider:
+        return [name for name, has in labels.items() if has.get(LABEL_PROVIDER) == provider]
+    return [name for name, has in labels.items() if is_dead(str(has.get(LABEL_OWNER, "")))]

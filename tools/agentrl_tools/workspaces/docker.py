@@ -20,11 +20,17 @@ from agentrl.workspace.provider import Capabilities, Network, WorkspaceProvider,
 from agentrl.workspace.workspace import MIB, Snapshot, WorkspaceError
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image, line
-from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_RUN, owner
+from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_PROVIDER, LABEL_RUN, owner
 
 _WAIT = ["/bin/sh", "-c", "trap : TERM INT HUP; while :; do sleep 86400 & wait; done"]
-_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID")
-"""What root needs inside to install packages and to become others; nothing that reaches the kernel or the network."""
+_DROPPED = (
+    "AUDIT_CONTROL", "AUDIT_READ", "AUDIT_WRITE", "BLOCK_SUSPEND", "DAC_READ_SEARCH", "IPC_LOCK", "IPC_OWNER", "LEASE",
+    "LINUX_IMMUTABLE", "MAC_ADMIN", "MAC_OVERRIDE", "MKNOD", "NET_ADMIN", "NET_BIND_SERVICE", "NET_BROADCAST",
+    "NET_RAW", "SETFCAP", "SETPCAP", "SYSLOG", "SYS_ADMIN", "SYS_BOOT", "SYS_CHROOT", "SYS_MODULE", "SYS_NICE",
+    "SYS_PACCT", "SYS_PTRACE", "SYS_RAWIO", "SYS_RESOURCE", "SYS_TIME", "SYS_TTY_CONFIG", "WAKE_ALARM",
+)  # fmt: skip
+"""All capabilities but what root needs to install packages and to become others. They are not `ALL` with some added
+again: podman gives what is added to ordinary users, too."""
 _SHARED_MEMORY = 64 * MIB
 _REPOSITORY = "localhost/agentrl-snapshot"
 
@@ -57,7 +63,8 @@ class DockerProvider(WorkspaceProvider):
             raise UserError("workspace.args.deadline: seconds above 0")
         self._daemons = [Daemon(one, deadline) for one in addresses]
         self._image, self._pull, self._quota = image, pull, quota
-        self._run, self._count = "", 0
+        self._run, self._count, self._name = "", 0, secrets.token_hex(8)
+        self._started = False
         self._open: dict[Container, str] = {}  # with the name of the snapshot that each was opened from
         self._snapshots: dict[str, Daemon] = {}
         self._forgotten: set[str] = set()
@@ -72,7 +79,9 @@ class DockerProvider(WorkspaceProvider):
                 await daemon.sweep()
             except WorkspaceError as error:
                 errors.append(str(error))
+        self._started = True
         if len(errors) == len(self._daemons):
+            await self.close()
             raise UserError(f"workspace.provider 'docker': {errors[0]}; is it running?")
 
     async def open(self, spec: WorkspaceSpec, snapshot: Snapshot | None = None) -> Container:
@@ -117,7 +126,7 @@ class DockerProvider(WorkspaceProvider):
         host: dict[str, Any] = {
             "NetworkMode": "default" if spec.network.everything else "none",
             "Memory": limits.memory, "MemorySwap": limits.memory, "PidsLimit": limits.processes,
-            "CapDrop": ["ALL"], "CapAdd": list(_CAPABILITIES), "SecurityOpt": ["no-new-privileges"],
+            "CapDrop": list(_DROPPED), "SecurityOpt": ["no-new-privileges"],
             "ShmSize": min(_SHARED_MEMORY, limits.memory // 2), "LogConfig": {"Type": "none"},
         }  # fmt: skip
         if self._quota:
@@ -131,7 +140,7 @@ class DockerProvider(WorkspaceProvider):
 
     def labels(self) -> dict[str, str]:
         """What says whose a container or an image is."""
-        return {LABEL_RUN: self._run, LABEL_OWNER: owner()}
+        return {LABEL_RUN: self._run, LABEL_OWNER: owner(), LABEL_PROVIDER: self._name}
 
     @property
     def measured(self) -> bool:
@@ -217,10 +226,11 @@ class DockerProvider(WorkspaceProvider):
     async def close(self) -> None:
         await asyncio.gather(*(container.close() for container in list(self._open)))
         for daemon in self._daemons:
-            mine = [name for name, where in reversed(self._snapshots.items()) if where is daemon]
-            with contextlib.suppress(WorkspaceError):
-                await daemon.remove_images(mine)
+            if self._started:
+                with contextlib.suppress(WorkspaceError):  # also what a daemon made and did not tell
+                    await daemon.sweep(self._name)
             await daemon.close()
+        self._started = False
         for looking in self._images.values():
             looking.cancel()
         self._snapshots.clear()

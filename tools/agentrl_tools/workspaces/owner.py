@@ -5,7 +5,7 @@ import socket
 from functools import cache
 from pathlib import Path
 
-LABEL_RUN, LABEL_OWNER = "agentrl.run", "agentrl.owner"
+LABEL_RUN, LABEL_OWNER, LABEL_PROVIDER = "agentrl.run", "agentrl.owner", "agentrl.provider"
 _FIELDS = 5
 
 

@@ -1,0 +1,311 @@
+"""The provider `docker` on a real podman: daemons that fail, images, several addresses."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentrl_tools.workspaces import owner
+from agentrl_tools.workspaces.container import Container
+from agentrl_tools.workspaces.docker import DockerProvider
+from agentrl_tools.workspaces.output import HeadTail
+from podman_help import IMAGE, Podman
+
+from agentrl.errors import PathError, UserError, WorkspaceError
+from agentrl.workspace.provider import WorkspaceSpec
+from agentrl.workspace.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+
+SPEC = WorkspaceSpec(IMAGE)
+
+
+HEAD = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+ANSWERS = {
+    "nonsense": b"\xff\x00\xfe nothing of HTTP \r\n\r\n" * 40,
+    "no json": HEAD % (b"200 OK", 6, b"<html>"),
+    "other json": HEAD % (b"200 OK", 4, b"[17]"),
+    "error": HEAD % (b"500 No", 15, b'{"message": ""}'),
+}
+"""What a daemon says instead of an answer."""
+
+
+class Proxy:
+    """Stands in front of a daemon, and does to new and open connections what `mode` says."""
+
+    def __init__(self, socket: str, path: str) -> None:
+        self.mode = ""
+        self.address = f"unix://{path}"
+        self._socket, self._path = socket, path
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_unix_server(self._connected, self._path)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_unix_connection(self._socket.removeprefix("unix://"))
+        self._writers |= {writer, ours}
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            await asyncio.gather(self._carry(reader, ours), self._answer(theirs, writer))
+        for end in (writer, ours):
+            end.close()
+
+    async def _carry(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            target.write(data)
+            await target.drain()
+        target.write_eof()
+
+    async def _answer(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            if self.mode == "hang":
+                await asyncio.sleep(3600)
+            elif self.mode == "cut":
+                target.transport.abort()
+            elif self.mode in ANSWERS:
+                target.write(ANSWERS[self.mode])
+                target.close()
+            await asyncio.sleep(0.2 if self.mode == "slow" else 0.0)
+            target.write(data)
+            await target.drain()
+        target.write_eof()
+
+    async def die(self) -> None:
+        """Let nothing and nobody answer any more."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+        Path(self._path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+async def proxy(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Proxy]:
+    made = Proxy(podman.address, f"{podman.folder}/proxy.sock")
+    await made.start()
+    yield made
+    made.mode = ""
+    await made.die()
+
+
+@asynccontextmanager
+async def opened(**args: Any) -> AsyncIterator[tuple[DockerProvider, Container]]:
+    provider = DockerProvider(**args)
+    await provider.start("test")
+    try:
+        yield provider, await provider.open(SPEC)
+    finally:
+        await provider.close()
+
+
+CALLS: dict[str, Callable[[Workspace], Awaitable[object]]] = {
+    "exec": lambda w: w.exec("echo x"), "terminal": lambda w: w.terminal(), "read": lambda w: w.read("/etc/passwd"),
+    "write": lambda w: w.write("x", b"x"), "listing": lambda w: w.listing("/"), "pack": lambda w: w.pack(["/etc"]),
+    "unpack": lambda w: w.upload(Path(__file__), "given"), "snapshot": lambda w: w.snapshot(),
+    "diff": lambda w: w.diff(), "fresh": lambda w: w.fresh(), "end_processes": lambda w: w.end_processes(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["hang", "cut", *ANSWERS])
+async def test_a_daemon_that_fails_is_not_the_programs_fault(podman: Podman, proxy: Proxy, fault: str) -> None:
+    async with opened(address=proxy.address, deadline=6.0) as (_, workspace):
+        proxy.mode = fault
+        ends = await asyncio.wait_for(
+            asyncio.gather(*(call(workspace) for call in CALLS.values()), return_exceptions=True), 60
+        )
+        answered = {"unpack"} if fault in ("no json", "other json") else set()  # nobody reads that answer
+        for name, end in zip(CALLS, ends, strict=True):
+            if name in answered:
+                continue
+            assert isinstance(end, WorkspaceError), f"{name}: {end!r}"
+            assert 10 < len(str(end)) < 600
+            assert "\n" not in str(end)
+        proxy.mode = ""
+        assert (await workspace.exec("echo lives")).stdout == b"lives\n"
+    assert podman.containers() == []
+
+
+async def test_a_daemon_that_dies_under_a_program(proxy: Proxy, podman: Podman) -> None:
+    async with opened(address=proxy.address, deadline=5.0) as (provider, workspace):
+        terminal = await workspace.terminal()
+        running = asyncio.ensure_future(workspace.exec("echo begun; sleep 60", seconds=60))
+        await asyncio.sleep(0.5)
+        await proxy.die()
+        with pytest.raises(WorkspaceError):
+            await running
+        with pytest.raises(WorkspaceError):
+            await _read_to_the_end(terminal)
+        for call in CALLS.values():
+            with pytest.raises(WorkspaceError):
+                await call(workspace)
+        with pytest.raises(WorkspaceError):
+            await provider.open(SPEC)
+    assert len(podman.containers()) == 1  # nobody could remove it
+    podman.run("rm", "-af")
+
+
+async def _read_to_the_end(terminal: Any) -> None:
+    for _ in range(20):
+        if await terminal.read(0.5) is None:
+            return
+    raise AssertionError("it does not end")
+
+
+async def test_a_daemon_that_answers_slowly(proxy: Proxy) -> None:
+    proxy.mode = "slow"
+    async with opened(address=proxy.address, deadline=10.0) as (_, workspace):
+        done = await workspace.exec("echo x", seconds=10)
+        assert (done.stdout, done.ok) == (b"x\n", True)
+        await workspace.write("file", b"data")
+        assert await workspace.read("file") == b"data"
+
+
+async def test_a_daemon_that_hangs_under_a_program_with_a_deadline(proxy: Proxy) -> None:
+    async with opened(address=proxy.address, deadline=6.0) as (_, workspace):
+        running = asyncio.ensure_future(workspace.exec("sleep 60", seconds=4.0))
+        await asyncio.sleep(2.5)
+        proxy.mode = "hang"
+        began = time.monotonic()
+        with pytest.raises(WorkspaceError, match="no answer within 6 s"):
+            await running
+        assert time.monotonic() - began < 20
+        proxy.mode = ""
+
+
+async def test_a_workspace_that_vanishes(podman: Podman) -> None:
+    async with opened(address=podman.address) as (_, workspace):
+        running = asyncio.ensure_future(workspace.exec("sleep 60", seconds=60))
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(podman.run, "rm", "-f", workspace.container)
+        with pytest.raises(WorkspaceError):
+            await running
+        for name, call in CALLS.items():
+            if name != "fresh":
+                with pytest.raises(WorkspaceError):
+                    await call(workspace)
+
+
+async def test_a_dead_daemons_workspaces_are_opened_elsewhere(podman: Podman, proxy: Proxy) -> None:
+    provider = DockerProvider([proxy.address, podman.address, "unix:///nowhere.sock"], deadline=5.0)
+    await provider.start("test")
+    try:
+        four = [await provider.open(SPEC) for _ in range(4)]
+        snapshots = [await workspace.snapshot() for workspace in four]
+        await proxy.die()
+        ends = [await _end(workspace) for workspace in four]
+        assert sorted(ends) == ["dead", "dead", "lives", "lives"]  # by load: two on each
+        more = [await provider.open(SPEC) for _ in range(2)]
+        assert [await _end(workspace) for workspace in more] == ["lives", "lives"]
+        for end, snapshot in zip(ends, snapshots, strict=True):
+            if end == "lives":
+                assert await _end(await provider.open(SPEC, snapshot)) == "lives"
+            else:
+                with pytest.raises(WorkspaceError):
+                    await provider.open(SPEC, snapshot)
+    finally:
+        await provider.close()
+    podman.run("rm", "-af")
+    podman.run("rmi", *(name for name in podman.images() if "snapshot" in name), check=False)
+
+
+async def _end(workspace: Workspace) -> str:
+    try:
+        return "lives" if (await workspace.exec("true")).ok else "broken"
+    except WorkspaceError:
+        return "dead"
+
+
+async def test_images_that_are_not_there(podman: Podman) -> None:
+    provider = DockerProvider(podman.address, pull=False)
+    await provider.start("test")
+    with pytest.raises(UserError, match=r"'localhost/none:1'.*podman import"):
+        await provider.open(WorkspaceSpec("localhost/none:1"))
+    with pytest.raises(UserError, match="name an image"):
+        await provider.open(WorkspaceSpec())
+    await provider.close()
+    with pytest.raises(UserError, match="is it running"):
+        await DockerProvider("unix:///nowhere.sock").start("test")
+    for wrong in ("nowhere:1", []):
+        with pytest.raises(UserError, match="address"):
+            await DockerProvider(wrong).start("test")
+
+
+async def test_an_image_is_built_once(podman: Podman, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {IMAGE}\nCOPY answer /srv/answer\nENV WORD=here\nWORKDIR /srv\nUSER agent"
+    )
+    (tmp_path / "answer").write_text("42\n")
+    provider = DockerProvider(podman.address, IMAGE)
+    await provider.start("test")
+    try:
+        spec = WorkspaceSpec(build=str(tmp_path))
+        one, two = await asyncio.gather(provider.open(spec), provider.open(spec))
+        done = await one.exec("pwd; cat answer; echo $WORD; id -un")
+        assert done.stdout == b"/srv\n42\nhere\nagent\n"
+        assert await two.diff() == []
+        await one.write("/home/agent/mine", b"x")
+        assert (await one.exec("echo y >> /home/agent/mine; echo z > /etc/no")).exit_code != 0
+        assert await one.read("/home/agent/mine") == b"xy\n"
+        assert (await one.exec("id -un", user="root")).stdout == b"root\n"
+        with pytest.raises(PathError, match="nobody-here"):
+            await one.exec("true", user="nobody-here")
+        fork = await provider.open(spec, await one.snapshot())
+        assert (await fork.exec("pwd; id -un; cat /home/agent/mine")).stdout == b"/srv\nagent\nxy\n"
+        (tmp_path / "Dockerfile").write_text("FROM registry.invalid/none:1\n")
+        with pytest.raises(UserError, match="Dockerfile: the"):
+            await provider.open(spec := replace(spec, build=f"{tmp_path}/."))
+        (tmp_path / "Dockerfile").unlink()
+        with pytest.raises(UserError, match="no file Dockerfile"):
+            await provider.open(replace(spec, build=f"{tmp_path}/./"))
+    finally:
+        await provider.close()
+
+
+async def test_what_a_program_may_do_as_root(podman: Podman) -> None:
+    async with opened(address=podman.address) as (_, workspace):
+        status = (await workspace.exec("grep -E 'NoNewPrivs|CapBnd' /proc/self/status")).stdout.split()
+        assert status == [b"CapBnd:", b"00000000000000fb", b"NoNewPrivs:", b"1"]
+        assert not (await workspace.exec("mount -t tmpfs none /tmp || mknod /tmp/sda b 8 0")).ok
+        said = json.loads(podman.run("inspect", workspace.container))[0]["Config"]["Labels"]
+        assert said["agentrl.run"] == "test"
+        assert owner.is_dead(said["agentrl.owner"]) is False
+
+
+async def test_a_shell_that_a_program_removed(podman: Podman) -> None:
+    async with opened(address=podman.address) as (_, workspace):
+        await workspace.exec("rm -rf /bin")
+        done = await workspace.exec("echo x")
+        assert (done.exit_code, done.ok) == (127, False)
+        assert await workspace.read("/etc/passwd")
+        assert [change.path for change in await workspace.diff()] == ["/bin"]
+        await _read_to_the_end(await workspace.terminal())
+
+
+def test_whose_run_is_dead() -> None:
+    mine = owner.owner()
+    host, boot, namespace, pid, started = mine.split("/")
+    assert not owner.is_dead(mine)
+    assert owner.is_dead("/".join((host, boot, namespace, pid, f"{started}1")))
+    assert owner.is_dead("/".join((host, boot, namespace, "99999999", started)))
+    assert owner.is_dead("/".join((host, "another-boot", namespace, pid, started)))
+    assert not owner.is_dead("/".join(("another-host", "another-boot", namespace, "99999999", started)))
+    assert not owner.is_dead("/".join((host, boot, "another-namespace", "99999999", started)))
+    assert not owner.is_dead("somebody's label")
+
+
+def test_the_beginning_and_the_end_are_kept() -> None:
+    kept = HeadTail(10, b"MARK")
+    for part in (b"01", b"23456789", b"abcdefghi", b"MA", b"RK"):
+        kept.add(part)
+    assert kept.ended
+    assert kept.data() == b"01234\n... 9 bytes left out ...\nefghi"
+    short = HeadTail(10, b"MARK")
+    short.add(b"0123MAR")
+    assert (short.data(), short.ended, short.cut) == (b"0123MAR", False, False)

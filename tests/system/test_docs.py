@@ -189,7 +189,8 @@ UNSEEN = {
     "start/<split>/accuracy", "start/steps", "start/loss_first", "start/loss_last",
 }  # fmt: skip
 """Documented keys that only workers, a reward model, its training, a mixture of experts, a run that is not well,
-supervised runs, an environment that rewards seats, agents that tamper in workspaces and runs with a `start` (tests/fine_tuning/test_start.py) write."""
+supervised runs, an environment that rewards seats, agents that tamper in workspaces, and runs with a `start`
+(tests/fine_tuning/test_start.py) write."""
 
 
 @pytest.mark.slow

@@ -185,10 +185,12 @@ OWN = ("tool/<name>/<key>", "train/<metric>")  # of somebody's tool or loss: the
 UNSEEN = {
     "health", "memory/<phase>_<role>_gb", "time/reward_model_s", "reward_model/tflops", "reward_model/mfu", "eval/loss",
     "train/epoch", "mismatch/experts", "train/accuracy", "eval/accuracy", "seat/<seat>/reward_mean",
+    "workspace/tampering/<kind>",
     "start/<split>/accuracy", "start/steps", "start/loss_first", "start/loss_last",
 }  # fmt: skip
 """Documented keys that only workers, a reward model, its training, a mixture of experts, a run that is not well,
-supervised runs, an environment that rewards seats and runs with a `start` (tests/fine_tuning/test_start.py) write."""
+supervised runs, an environment that rewards seats, agents that tamper in workspaces, and runs with a `start`
+(tests/fine_tuning/test_start.py) write."""
 
 
 @pytest.mark.slow

@@ -38,6 +38,7 @@ class Verifier:
     tests: tuple[Path, ...]
     """Folders that become /tests, the later over the earlier; none where `image` or `build` bring them."""
     seconds: float
+    """Time of the tests."""
     env: dict[str, str]
     """Environment variables."""
     user: str | None
@@ -55,8 +56,11 @@ class Step:
     """An instruction and what grades it; a task without steps is one."""
 
     name: str
+    """Its folder in `steps/`; empty for the only one."""
     instruction: str
+    """What the agent is told."""
     verifier: Verifier
+    """What grades it."""
     artifacts: tuple[str, ...]
     """Paths that a separate verifier sees."""
     folder: Path
@@ -70,7 +74,9 @@ class HarborTask:
     """A task folder."""
 
     folder: Path
+    """Where `task.toml` lies."""
     steps: tuple[Step, ...]
+    """At least one."""
     image: str
     """A prebuilt image; empty: `build`."""
     build: str

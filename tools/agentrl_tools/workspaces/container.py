@@ -8,6 +8,7 @@ import secrets
 import tarfile
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from aiodocker.stream import Stream
@@ -71,7 +72,7 @@ class Opener(Protocol):
         """Keep the files of a container as an image. Raises DaemonError."""
 
     async def fresh(self, spec: WorkspaceSpec, snapshot: str) -> "Container":
-        """Open what a container was opened from, without a network. Raises WorkspaceError."""
+        """Open a snapshot, or without one an image, without a network. Raises WorkspaceError, UserError."""
 
     async def closed(self, container: "Container", daemon: Daemon) -> None:
         """Note that one is closed."""
@@ -547,7 +548,9 @@ class Container(Workspace):
         """Whether a folder is there since programs begin in one that the image has not."""
         return not self._image.folder and (self.home == path or self.home.startswith(f"{path}/"))
 
-    async def fresh(self) -> "Workspace":
+    async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
+        if image or build:
+            return await self._provider.fresh(replace(self._spec, image=image, build=build), "")
         return await self._provider.fresh(self._spec, self._snapshot)
 
     async def close(self) -> None:

@@ -249,6 +249,10 @@ async def test_an_image_is_built_once(podman: Podman, tmp_path: Path) -> None:
         done = await one.exec("pwd; cat answer; echo $WORD; id -un")
         assert done.stdout == b"/srv\n42\nhere\nagent\n"
         assert await two.diff() == []
+        plain = await two.fresh(image=IMAGE)
+        assert (await plain.exec("pwd; id -un")).stdout == b"/home/user\nroot\n"
+        again = await plain.fresh(build=str(tmp_path))
+        assert await again.read("answer") == b"42\n"
         await one.write("/home/agent/mine", b"x")
         assert (await one.exec("echo y >> /home/agent/mine; echo z > /etc/no")).exit_code != 0
         assert await one.read("/home/agent/mine") == b"xy\n"

@@ -72,7 +72,7 @@ class Opener(Protocol):
         """Keep the files of a container as an image. Raises DaemonError."""
 
     async def fresh(self, spec: WorkspaceSpec, snapshot: str) -> "Container":
-        """Open what a container was opened from, without a network. Raises WorkspaceError."""
+        """Open a snapshot, or without one an image, without a network. Raises WorkspaceError, UserError."""
 
     async def closed(self, container: "Container", daemon: Daemon) -> None:
         """Note that one is closed."""

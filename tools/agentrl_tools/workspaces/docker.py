@@ -212,7 +212,7 @@ class DockerProvider(WorkspaceProvider):
                 self._images.pop((daemon, name), None)
 
     async def fresh(self, spec: WorkspaceSpec, snapshot: str) -> Container:
-        """Open what a container was opened from, without a network."""
+        """Open a snapshot, or without one an image, without a network."""
         return await self.open(replace(spec, network=Network()), Snapshot(self.name, snapshot) if snapshot else None)
 
     async def closed(self, container: Container, daemon: Daemon) -> None:

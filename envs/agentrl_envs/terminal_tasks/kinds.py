@@ -52,6 +52,7 @@ def text(lines: Sequence[str]) -> str:
 
 
 def count(rng: Random, sizes: Sizes) -> Job:
+    """Count the files of an ending."""
     folder, ending = rng.choice(FOLDERS), rng.choice(ENDINGS)
     files = folder_of(rng, sizes, ending)
     number = str(sum(name.endswith(f".{ending}") for name in files))
@@ -69,6 +70,7 @@ def count(rng: Random, sizes: Sizes) -> Job:
 
 
 def find(rng: Random, sizes: Sizes) -> Job:
+    """Find the file that holds a word."""
     folder, wanted = rng.choice(FOLDERS), rng.choice(WORDS)
     others = [word for word in WORDS if word != wanted]
     files = sorted(f"{name}.txt" for name in names(rng, rng.randint(max(2, sizes.files[0]), sizes.files[1])))
@@ -88,6 +90,7 @@ def find(rng: Random, sizes: Sizes) -> Job:
 
 
 def extract(rng: Random, sizes: Sizes) -> Job:
+    """Take a column out of a table."""
     name, column = rng.choice(WORDS), rng.randint(1, 4)
     wrong = rng.choice([number for number in range(1, 5) if number != column])
     rows = lines(rng, sizes, lambda number: ",".join((rng.choice(WORDS), *rng.sample(NUMBERS, 2), rng.choice(KEYS))))
@@ -106,6 +109,7 @@ def extract(rng: Random, sizes: Sizes) -> Job:
 
 
 def rename(rng: Random, sizes: Sizes) -> Job:
+    """Give files another ending."""
     folder = rng.choice(FOLDERS)
     ending, new = rng.sample(ENDINGS, 2)
     files = [name for name in folder_of(rng, sizes, ending) if not name.endswith(f".{new}")]
@@ -130,6 +134,7 @@ def rename(rng: Random, sizes: Sizes) -> Job:
 
 
 def config(rng: Random, sizes: Sizes) -> Job:
+    """Set a value of a configuration."""
     name = rng.choice(WORDS)
     key, other, *_ = keys = rng.sample(KEYS, rng.randint(3, len(KEYS)))
     rng.shuffle(keys)
@@ -152,6 +157,7 @@ def config(rng: Random, sizes: Sizes) -> Job:
 
 
 def filtered(rng: Random, sizes: Sizes) -> Job:
+    """Keep the lines of a level."""
     name = rng.choice(WORDS)
     level, other = rng.sample(LEVELS, 2)
     log = [f"{level} {rng.choice(WORDS)}", f"{other} {rng.choice(WORDS)}"]
@@ -175,7 +181,7 @@ _SLIPS = (("echo", "ecko"), ("do", "od"), ("done", "don"), ("in", "ni"))
 
 
 def repair(rng: Random, sizes: Sizes) -> Job:
-    """A script in which one word is misspelt: it must be looked at."""
+    """Repair a script in which one word is misspelt: it must be looked at."""
     name, word = rng.choice(WORDS), rng.choice(WORDS)
     right, slip = rng.choice(_SLIPS)
     turns = " ".join(str(number) for number in range(1, rng.randint(2, 3) + (sizes.lines[0] > 10) * 5))

@@ -19,6 +19,7 @@ from agentrl_envs.terminal_tasks.kinds import (
 
 
 def ordered(rng: Random, sizes: Sizes) -> Job:
+    """Sort lines."""
     name = rng.choice(WORDS)
     rows = [*lines(rng, sizes, lambda number: rng.choice(WORDS)), "plum", "date"]
     return Job(
@@ -31,6 +32,7 @@ def ordered(rng: Random, sizes: Sizes) -> Job:
 
 
 def different(rng: Random, sizes: Sizes) -> Job:
+    """Count different lines."""
     name = rng.choice(WORDS)
     rows = [*lines(rng, sizes, lambda number: rng.choice(WORDS)), "plum", "fig", "plum"]
     return Job(
@@ -43,6 +45,7 @@ def different(rng: Random, sizes: Sizes) -> Job:
 
 
 def largest(rng: Random, sizes: Sizes) -> Job:
+    """Name the largest file."""
     folder = rng.choice(FOLDERS)
     files = names(rng, rng.randint(max(2, sizes.files[0]), sizes.files[1]))
     lengths = dict(zip(files, rng.sample(range(1, 200), len(files)), strict=True))
@@ -57,6 +60,7 @@ def largest(rng: Random, sizes: Sizes) -> Job:
 
 
 def moved(rng: Random, sizes: Sizes) -> Job:
+    """Move the files of an ending to a new folder."""
     folder, target = rng.sample(FOLDERS, 2)
     ending = rng.choice(ENDINGS)
     files = folder_of(rng, sizes, ending)
@@ -76,6 +80,7 @@ def moved(rng: Random, sizes: Sizes) -> Job:
 
 
 def added(rng: Random, sizes: Sizes) -> Job:
+    """Add up a column."""
     name = rng.choice(WORDS)
     numbers = [*rng.sample(NUMBERS, 2), *lines(rng, sizes, lambda number: rng.choice(NUMBERS))]
     rows = [f"{rng.choice(WORDS)},{number}" for number in numbers]
@@ -103,6 +108,7 @@ def _repository(folder: str, words: Sequence[str]) -> str:
 
 
 def last_message(rng: Random, sizes: Sizes) -> Job:
+    """Read the history of a repository."""
     folder = rng.choice((*FOLDERS, *WORDS))
     words = names(rng, rng.randint(max(2, sizes.files[0]), sizes.files[1]))
     return Job(
@@ -116,7 +122,7 @@ def last_message(rng: Random, sizes: Sizes) -> Job:
 
 
 def committed(rng: Random, sizes: Sizes) -> Job:
-    """Of the repository neither configuration nor hooks are captured, which could say what git does."""
+    """Commit what is new. Neither configuration nor hooks are captured, which could say what git does."""
     folder, message = rng.choice(FOLDERS), rng.choice(WORDS)
     words = names(rng, rng.randint(max(3, sizes.files[0]), sizes.files[1] + 1))
     listed = "".join(f"{word}.txt\n" for word in sorted(words))

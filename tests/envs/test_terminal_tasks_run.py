@@ -1,0 +1,40 @@
+"""The recipe of `terminal_tasks`, short: a warm start, then training in workspaces."""
+
+import re
+from pathlib import Path
+
+import pytest
+from cli_help import quiet
+from paths import RECIPES
+from train_help import metrics, records
+
+import agentrl
+from agentrl.fine_tuning.run import sft
+from agentrl.recipe.load import load_recipe
+
+RECIPE = RECIPES / "terminal.yaml"
+SHORT = [
+    "sft.new_model.config.num_hidden_layers=1", "sft.new_model.texts=100",
+    "sft.stages=[{style: clean, steps: 40, batch: 8, lr: 4e-3, muon_lr: 0.02, warmup: 2}]",
+    "rollout.tasks=2", "rollout.n=4", "train.steps=2", "train.threads=1", "eval.tasks=4",
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bubblewrap")
+def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path: Path) -> None:
+    start = sft(load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'sft'}"]), str(tmp_path / "start"), console=quiet())
+    recipe = load_recipe(RECIPE, [*SHORT, f"model.path={start.folder}", f"output={tmp_path / 'run'}"])
+    result = agentrl.train(recipe)
+    assert set(result.after) == {"test"}
+    assert [row["step"] for row in metrics(result.folder)] == [0, 1, 2]
+    played = records(result.folder, "step_2")
+    assert len(played) == 8
+    assert all(t["failure"] is None for t in played)
+    assert all(t["rewards"]["passed"] <= t["rewards"]["fraction"] for t in played)
+
+
+def test_the_recipes_comment_gives_commands_that_it_obeys() -> None:
+    commands = re.findall(r"^#  +agentrl (\w+) (\S+)", RECIPE.read_text(), re.M)
+    assert commands == [("sft", "recipes/terminal.yaml"), ("train", "recipes/terminal.yaml")]
+    assert load_recipe(RECIPE).sft is not None

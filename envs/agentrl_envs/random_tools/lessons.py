@@ -106,6 +106,7 @@ ORDERS = (
     "Go and {verb} {thing}{rest}.",
     "Could somebody {verb} {thing}{rest}?", "We have to {verb} {thing}{rest}.", "Time to {verb} {thing}{rest}, please.",
 )  # fmt: skip
+COMMANDS = ("{verb} the {noun}.", "{verb} {noun}", "Please {verb} the {noun}.", "Can you {verb} the {noun}?")
 NAMED = (
     "with {name} {value}", "{name} {value}", "the {name} is {value}", "{name}: {value}", "set {name} to {value}",
     "{value} as {name}", "with a {name} of {value}", "using {value} for the {name}", "and {name} should be {value}",
@@ -189,10 +190,10 @@ class Teacher:
         return Request(text, [(tool, given)], self._short_answer(value), [value], [[tool.name, given]])
 
     def _short_command(self, noun: str, verb: str, tool: RandomTool, value: str) -> Request:
-        text = self._scattered(verb.replace("_", " "), noun) if self.rng.random() < 0.5 else self._fill(
-            self.rng.choice(("{verb} the {noun}.", "{verb} {noun}", "Please {verb} the {noun}.", "Can you {verb} the {noun}?")),
-            verb=verb, noun=noun,
-        )  # fmt: skip
+        if self.rng.random() < SCATTERED:
+            text = self._scattered(verb.replace("_", " "), noun)
+        else:
+            text = self._fill(self.rng.choice(COMMANDS), verb=verb, noun=noun)
         return Request(text, [(tool, {})], self._short_answer(value), [value], [[tool.name, {}]])
 
     def _short_answer(self, value: str) -> str:

@@ -122,7 +122,7 @@ ONSETS = _each("b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kl pl p
 VOWELS = _each("a e i o u ai ea ee io oo ou")
 ENDINGS = ["", "", "", "l", "n", "r", "s", "t", "m", "x", "nd", "rk", "st", "ck", "ng", "ll"]
 HELD_OUT_ENDINGS = ["umb", "iff", "osk", "ult", "ep"]
-INVENTED = (0.0, 0.2, 0.4, 0.6)  # shares of words that no list holds, one of which each world has
+INVENTED = (0.2, 0.6, 1.0)  # shares of words that no list holds, one of which each world has
 UNKNOWN = 0.35  # that of values
 
 NAMING = (NOUNS, VERBS, GETTERS, FINDERS, ATTRIBUTES, ARGUMENTS, FLAGS, CHOICES, ADJECTIVES)

@@ -397,8 +397,8 @@ def _with_new_model(job: _Job, start: Start, section: NewModel) -> Recipe:
 
 
 async def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment) -> "PreTrainedTokenizerBase":
-    """Train a tokenizer on rendered demonstrations of every stage's style over all splits that are trained on or
-    reported."""
+    """Train a tokenizer on rendered demonstrations of every stage's style over the splits that the section
+    names."""
     template = read_template(section)
     bare = bare_tokenizer(template)
     toolbox = await Toolbox.open(recipe.tools, env)
@@ -408,7 +408,7 @@ async def _new_tokenizer(recipe: Recipe, section: NewModel, env: Environment) ->
         demonstrator = _demonstrator(env, tools, chat, bare, recipe)
         styles = list(dict.fromkeys(stage.style for stage in (recipe.sft or SftSection()).stages))
         found = []
-        splits = ("train", *reported(env))
+        splits = section.splits or ("train", *reported(env))
         for split in splits:
             tasks = tasks_of(env, split)
             for i in range(min(len(tasks), section.texts // len(splits))):

@@ -83,7 +83,7 @@ def test_calls_of_demonstrations_fit_their_schemas(lessons):
 
 def test_lessons_are_of_many_kinds(lessons):
     assert {len(lesson.tools) for lesson in lessons} == {1, 2, 3, 4, 5, 6}
-    assert {len(lesson.requests) for lesson in lessons} == {1, 2, 3, 5, 6, 7, 8}
+    assert {len(lesson.requests) for lesson in lessons} == {1, 2, 3, 4, 5, 6}
     assert {len(request.calls) for lesson in lessons for request in lesson.requests} == {1, 2, 3}
     schemas = [value for lesson in lessons for tool in lesson.tools for value in tool.parameters["properties"].values()]
     assert {value["type"] for value in schemas} == {"string", "integer", "number", "boolean"}

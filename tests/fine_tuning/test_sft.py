@@ -235,6 +235,19 @@ def test_a_model_is_made_from_nothing_and_can_be_taught_further(tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_a_tokenizer_learns_from_the_splits_that_are_named(tmp_path: Path) -> None:
+    def made(split: str) -> bytes:
+        steps = "sft.stages=[{style: clean, steps: 1, batch: 2}]"
+        named = [*SMALL, f"sft.new_model.splits=[{split}]", "sft.new_model.vocabulary=600", steps]
+        recipe = load_recipe(RECIPES / "tiny_warmstart.yaml", named)
+        return (sft(recipe, str(tmp_path / split), console=quiet()).folder / "tokenizer.json").read_bytes()
+
+    assert made("train") != made("test")
+    with pytest.raises(UserError, match="no split 'trian'"):
+        made("trian")
+
+
+@pytest.mark.slow
 def test_the_same_seed_makes_the_same_model(tmp_path: Path) -> None:
     recipe = load_recipe(
         RECIPES / "tiny_warmstart.yaml", [*SMALL, "sft.stages=[{style: clean, steps: 2, batch: 2, lr: 1e-2}]"]

@@ -80,6 +80,9 @@ class NewModel(Section):
     tokens of their own, so that a word has the same tokens wherever it stands, which small models copy sooner."""
     texts: Annotated[Positive, Unit("demonstrations")] = 16_000
     """Demonstrations, over all splits, that the tokenizer learns from."""
+    splits: tuple[str, ...] | None = None
+    """Splits whose demonstrations the tokenizer learns from. null: train and the held-out ones that are reported. Of
+    [train], words that are held out have the tokens that any unknown word has."""
     chat_template: str
     """A jinja file, relative to the recipe."""
     tokens: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task, answer_of
 from agentrl_envs.conversation import check_generated, check_split, check_style, generated_tasks
-from agentrl_envs.random_tools.lessons import Lesson, make_lesson
+from agentrl_envs.random_tools.lessons import DRILLS, Lesson, make_lesson
 from agentrl_envs.random_tools.world import State
 
 TRAIN_SIZE, HELD_OUT_SIZE = 1_000_000, 512
@@ -17,9 +17,9 @@ KEPT = 4096  # lessons that are remembered
 
 
 @lru_cache(KEPT)
-def lesson_of(split: str, index: int, seed: int) -> Lesson:
+def lesson_of(split: str, index: int, seed: int, drills: float = DRILLS) -> Lesson:
     """The lesson of a task. Those of `test` are of words that no other has."""
-    return make_lesson(f"random_tools/{split}/{seed}/{index}", held_out=split == "test")
+    return make_lesson(f"random_tools/{split}/{seed}/{index}", split == "test", drills)
 
 
 def _task(split: str, index: int, seed: int) -> Task:
@@ -29,7 +29,8 @@ def _task(split: str, index: int, seed: int) -> Task:
 class RandomTools(Environment):
     """Requests that take one to three calls each, of tools that no other task has; up to eight follow each other.
 
-    source: `generated`, which is all there is. seed: of the training tasks. Rewards: `answer`, 1 where each answer has
+    source: `generated`, which is all there is. seed: of the training tasks. drills: share of tasks that are many short
+    requests to the same tools. Rewards: `answer`, 1 where each answer has
     what was asked for, after exactly the changes that were wanted. Tools of the split `test` have no word in common
     with those of the others.
     """
@@ -38,9 +39,9 @@ class RandomTools(Environment):
     reward_parts = ("answer",)
     splits = ("validation", "test")
 
-    def __init__(self, source: str = "generated", seed: int = 0) -> None:
+    def __init__(self, source: str = "generated", seed: int = 0, drills: float = DRILLS) -> None:
         check_generated(self, source)
-        self._seed = seed
+        self._seed, self._drills = seed, drills
 
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)
@@ -48,7 +49,7 @@ class RandomTools(Environment):
 
     def lesson(self, task: Task) -> Lesson:
         """The world of a task."""
-        return lesson_of(task.data["split"], task.data["index"], task.data["seed"])
+        return lesson_of(task.data["split"], task.data["index"], task.data["seed"], self._drills)
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         return self.lesson(task).tools

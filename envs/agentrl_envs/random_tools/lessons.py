@@ -15,6 +15,8 @@ DRILLS = 0.3
 """Share of lessons with many short requests to the same tools: from them it learns which tool is meant."""
 PLAIN = 0.15
 """Share of lessons with one tool, one call and nothing else: from them a model learns soonest that it has to copy."""
+SCATTERED = 0.5
+"""Share of requests whose parts stand between any common words."""
 Call = tuple[RandomTool, dict[str, Json]]
 
 
@@ -104,6 +106,7 @@ ORDERS = (
     "Go and {verb} {thing}{rest}.",
     "Could somebody {verb} {thing}{rest}?", "We have to {verb} {thing}{rest}.", "Time to {verb} {thing}{rest}, please.",
 )  # fmt: skip
+COMMANDS = ("{verb} the {noun}.", "{verb} {noun}", "Please {verb} the {noun}.", "Can you {verb} the {noun}?")
 NAMED = (
     "with {name} {value}", "{name} {value}", "the {name} is {value}", "{name}: {value}", "set {name} to {value}",
     "{value} as {name}", "with a {name} of {value}", "using {value} for the {name}", "and {name} should be {value}",
@@ -124,8 +127,8 @@ SYSTEMS = ("You are a helpful assistant.", "Use the tools.", "You work for {pers
 class Teacher:
     """Makes the lessons of one world."""
 
-    def __init__(self, rng: Random, held_out: bool) -> None:
-        self.rng, self.world = rng, World(rng, held_out)
+    def __init__(self, rng: Random, held_out: bool, drills: float) -> None:
+        self.rng, self.world, self.drills = rng, World(rng, held_out), drills
         self.tools: list[RandomTool] = []
         self.calls: list[Call] = []
         self.changes: list[list[Json]] = []
@@ -133,9 +136,9 @@ class Teacher:
     def lesson(self) -> Lesson:
         """A lesson of one of the kinds."""
         rng, form = self.rng, self.rng.random()
-        if form < PLAIN:
+        if form < (1 - self.drills) * PLAIN:
             return Lesson(self.tools, [self._request(rng.choice((Teacher.ask, Teacher.act, Teacher.work_out)))])
-        if form < PLAIN + DRILLS:
+        if form > 1 - self.drills:
             requests = self._drill()
             rng.shuffle(self.tools)
             return Lesson(self.tools, requests)
@@ -148,34 +151,62 @@ class Teacher:
         return self._framed(requests)
 
     def _drill(self) -> list[Request]:
-        """Five to eight short requests to the same few tools, some of which are for the same things."""
-        rng, world, topics = self.rng, self.world, list[Topic]()
+        """Short requests to the same tools, some of which are for the same things: about one for each tool."""
+        rng, world, topics, asked = self.rng, self.world, list[Topic](), set[tuple[str, str]]()
+        if rng.random() < 0.8:
+            world.style = "bare"
+        alike = rng.choice((0.0, 0.5))
         targets: list[Callable[[], Request]] = []
-        for _ in range(rng.randint(3, MOST_TOOLS)):
-            topic = rng.choice(topics) if topics and rng.random() < 0.5 else world.topic(2)
+        for _ in range(rng.choices(range(2, MOST_TOOLS + 1), (2, 3, 3, 2, 1))[0]):
+            topic = rng.choice(topics) if topics and rng.random() < alike else world.topic(4)
             topics.append(topic)
-            if rng.random() < 0.5:
-                attribute = rng.choice(topic.attributes)
+            attribute = rng.choice(topic.attributes)
+            if rng.random() < 0.4 and (topic.noun, attribute) not in asked:
+                asked.add((topic.noun, attribute))
                 tool = self._add(world.getter(topic, attribute, False))
                 targets.append(partial(self._short_question, topic, attribute, tool))
+                continue
+            verb, result = world.words.of(w.VERBS, world.used), world.words.of(w.ATTRIBUTES)
+            gives: dict[str, Json] = {result: rng.choice(w.RESULTS)(rng)}
+            value = json_text(gives[result])
+            if rng.random() < 0.4:
+                tool = self._add(world.switch(topic.noun, verb, gives))
+                targets.append(partial(self._short_command, topic.noun, verb, tool, value))
             else:
-                verb, value = world.words.of(w.VERBS, world.used), json_text(rng.choice(w.RESULTS)(rng))
-                result = world.words.of(w.ATTRIBUTES)
-                tool = self._add(world.actor(topic, False, (), verb, {result: value}))
+                tool = self._add(world.actor(topic, False, (), verb, gives))
                 targets.append(partial(self._short_order, topic, verb, tool, value))
-        return [rng.choice(targets)() for _ in range(rng.randint(5, 8))]
+        return [target() for target in rng.choices(targets, k=len(targets))]
 
     def _short_question(self, topic: Topic, attribute: str, tool: RandomTool) -> Request:
         key = self._some_key(topic)
         value = json_text(topic.records[key][attribute])
-        text = self._question(topic, attribute, f"{topic.noun} {key}")
-        return Request(text, [(tool, {topic.key: key})], f"It is {value}.", [value], [])
+        text = self._question(topic, attribute, self.rng.choice((key, f"{topic.noun} {key}")))
+        return Request(text, [(tool, {topic.key: key})], self._short_answer(value), [value], [])
 
     def _short_order(self, topic: Topic, verb: str, tool: RandomTool, value: str) -> Request:
         key = self._some_key(topic)
         given: dict[str, Json] = {topic.key: key}
         text = self._order(topic, verb, f"{topic.noun} {key}", ())
-        return Request(text, [(tool, given)], f"Done: {value}.", [value], [[tool.name, given]])
+        return Request(text, [(tool, given)], self._short_answer(value), [value], [[tool.name, given]])
+
+    def _short_command(self, noun: str, verb: str, tool: RandomTool, value: str) -> Request:
+        if self.rng.random() < SCATTERED:
+            text = self._scattered(verb.replace("_", " "), noun)
+        else:
+            text = self._fill(self.rng.choice(COMMANDS), verb=verb, noun=noun)
+        return Request(text, [(tool, {})], self._short_answer(value), [value], [[tool.name, {}]])
+
+    def _short_answer(self, value: str) -> str:
+        return value if self.world.style == "bare" else f"It is {value}."
+
+    def _scattered(self, *parts: str) -> str:
+        """A request that says all parts, in any order, between common words."""
+        rng, said = self.rng, list[str]()
+        for part in rng.sample(parts, len(parts)):
+            said += [*rng.choices(w.COMMON, k=rng.choice((0, 1, 1, 2, 3))), part]
+        said += rng.choices(w.COMMON, k=rng.choice((0, 0, 1, 2)))
+        text = " ".join(said) + rng.choice(("?", ".", "!", "", ", please."))
+        return text[0].upper() + text[1:] if rng.random() < 0.85 else text
 
     def _request(self, kind: Callable[["Teacher"], tuple[str, str, list[str]]]) -> Request:
         self.calls, self.changes = [], []
@@ -394,6 +425,8 @@ class Teacher:
             else:
                 said.append(self._named(argument.name, argument.value))
         said = [text for text in said if text]
+        if rng.random() < SCATTERED:
+            return self._scattered(verb.replace("_", " "), thing, *said)
         rest = "".join((" " if not i else rng.choice((", ", " and "))) + text for i, text in enumerate(said))
         request = self._fill(rng.choice(ORDERS), verb=verb, thing=thing, rest=rest)
         return request
@@ -410,6 +443,8 @@ class Teacher:
     def _question(self, topic: Topic, attribute: str, key: str) -> str:
         if attribute in PARAPHRASES and self.rng.random() < 0.4:
             return self._fill(PARAPHRASES[attribute], thing=self._thing(topic, key))
+        if self.rng.random() < SCATTERED:
+            return self._scattered(attribute.replace("_", " "), self._thing(topic, key))
         return self._fill(self.rng.choice(QUESTIONS), attribute=attribute, thing=self._thing(topic, key))
 
     def _thing(self, topic: Topic, key: str) -> str:
@@ -481,6 +516,6 @@ KINDS: Mapping[Callable[[Teacher], tuple[str, str, list[str]]], float] = {
 """Kinds of lessons, with their relative frequencies."""
 
 
-def make_lesson(seed: str, held_out: bool = False) -> Lesson:
-    """The lesson of a seed; with `held_out`, of words that no other lesson has."""
-    return Teacher(Random(seed), held_out).lesson()
+def make_lesson(seed: str, held_out: bool = False, drills: float = DRILLS) -> Lesson:
+    """The lesson of a seed; with `held_out`, of words that no other lesson has. drills: share of lessons that are."""
+    return Teacher(Random(seed), held_out, drills).lesson()

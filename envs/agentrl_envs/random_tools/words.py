@@ -122,7 +122,8 @@ ONSETS = _each("b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kl pl p
 VOWELS = _each("a e i o u ai ea ee io oo ou")
 ENDINGS = ["", "", "", "l", "n", "r", "s", "t", "m", "x", "nd", "rk", "st", "ck", "ng", "ll"]
 HELD_OUT_ENDINGS = ["umb", "iff", "osk", "ult", "ep"]
-INVENTED = 0.35  # share of words that no list holds
+INVENTED = (0.2, 0.6, 1.0)  # shares of words that no list holds, one of which each world has
+UNKNOWN = 0.35  # that of values
 
 NAMING = (NOUNS, VERBS, GETTERS, FINDERS, ATTRIBUTES, ARGUMENTS, FLAGS, CHOICES, ADJECTIVES)
 """Lists whose words name tools and arguments, and choices."""
@@ -130,6 +131,24 @@ HELD_OUT = 3
 """Every third word of a list is kept for the split `test`, unless another list gives it to the lessons."""
 REAL = frozenset(word for words in NAMING for word in words)
 TAUGHT = frozenset(word for words in NAMING for i, word in enumerate(words) if i % HELD_OUT)
+
+
+_COMMON = _each(
+    """
+    a an the this that these those my your our their his her its some any each all no one two other another same such
+    and or but so if then than as at by for from in into of off on out over to up with about after before between under
+    until during without again also always already now today here there still just only very too well please thanks
+    can could will would should may might must do does did is are was were be been has have had i you we he she they it
+    me us him them who what which when where why how much many more most want like need get give go make take put see
+    know think tell ask say let use come work seem feel try leave keep begin help show hear play run believe bring
+    happen write sit stand lose meet learn change lead understand watch follow speak read spend grow win teach offer
+    remember consider appear buy wait serve die expect build stay fall cut reach kill remain suggest good new first last
+    long great little own right big high different small large next early young important few bad able time year people
+    way day man thing woman life child world hand part place case week company problem fact
+    """
+)
+COMMON = [word for word in _COMMON if word not in REAL and word not in THINGS]
+"""The words that English uses most: what stands between those that matter."""
 
 
 @cache
@@ -180,12 +199,13 @@ class Words:
 
     def __init__(self, rng: Random, held_out: bool) -> None:
         self.rng, self.held_out = rng, held_out
+        self.invented = rng.choice(INVENTED)
 
     def of(self, words: Sequence[str], used: set[str] | None = None) -> str:
         """A word of a list's own side, or an invented one; not one of `used`, to which it is added."""
         own = _own(next(i for i, known in enumerate(NAMING) if known is words), self.held_out)
         for _ in range(50):
-            if self.rng.random() < INVENTED:
+            if self.rng.random() < self.invented:
                 word = invented(self.rng, self.rng.choice(HELD_OUT_ENDINGS) if self.held_out else "")
             else:
                 word = self.rng.choice(own)
@@ -214,20 +234,20 @@ def code(rng: Random) -> str:
 
 def person(rng: Random) -> str:
     """A name, of one word or two, known or invented."""
-    first = invented(rng).title() if rng.random() < INVENTED else rng.choice(FIRST_NAMES)
-    last = invented(rng).title() if rng.random() < INVENTED else rng.choice(LAST_NAMES)
+    first = invented(rng).title() if rng.random() < UNKNOWN else rng.choice(FIRST_NAMES)
+    last = invented(rng).title() if rng.random() < UNKNOWN else rng.choice(LAST_NAMES)
     return first if rng.random() < 0.3 else f"{first} {last}"
 
 
 def place(rng: Random) -> str:
     """A town."""
-    return invented(rng).title() if rng.random() < INVENTED else rng.choice(PLACES)
+    return invented(rng).title() if rng.random() < UNKNOWN else rng.choice(PLACES)
 
 
 def phrase(rng: Random) -> str:
     """A thing of two or three words, such as `dusty lantern`."""
-    thing = invented(rng) if rng.random() < INVENTED else rng.choice(THINGS)
-    adjective = invented(rng) if rng.random() < INVENTED else rng.choice(ADJECTIVES)
+    thing = invented(rng) if rng.random() < UNKNOWN else rng.choice(THINGS)
+    adjective = invented(rng) if rng.random() < UNKNOWN else rng.choice(ADJECTIVES)
     return f"{adjective} {rng.choice(THINGS)} {thing}" if rng.random() < 0.15 else f"{adjective} {thing}"
 
 
@@ -257,7 +277,7 @@ def decimal(rng: Random) -> float:
 def date(rng: Random) -> str:
     """A day, in one of four forms."""
     day, month, year = rng.randint(1, 28), rng.randint(1, 12), rng.randint(2019, 2039)
-    forms = (f"{year}-{month:02}-{day:02}", f"{day} {MONTHS[month - 1]}", f"{day}.{month}.", rng.choice(WEEKDAYS))
+    forms = (f"{year}-{month:02}-{day:02}", f"{day} {MONTHS[month - 1]}", f"{day}.{month}", rng.choice(WEEKDAYS))
     return rng.choice(forms)
 
 

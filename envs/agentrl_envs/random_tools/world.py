@@ -108,6 +108,7 @@ class World:
         self.described = rng.random() < 0.5
         """Whether arguments have descriptions."""
         self.style = rng.choices(("json", "lines", "text"), (6, 2, 2))[0]
+        """How results are written; `bare`: a single value alone."""
         self.case = rng.choices(("snake", "camel", "kebab"), (8, 1, 1))[0]
 
     def topic(self, size: int) -> Topic:
@@ -141,6 +142,8 @@ class World:
 
     def said(self, values: Mapping[str, Json], subject: str = "") -> str:
         """A result, in the style of this world."""
+        if self.style == "bare" and len(values) == 1:
+            return json_text(next(iter(values.values())))
         if self.style == "json":
             return json.dumps(dict(values))
         if self.style == "lines":
@@ -244,6 +247,17 @@ class World:
             return self.said(gives)
 
         return RandomTool(name, description, properties, required, work)
+
+    def switch(self, noun: str, verb: str, gives: Mapping[str, Json]) -> RandomTool:
+        """A tool without arguments. gives: what a call says in the end."""
+        text = verb.replace("_", " ").capitalize()
+        name = self.name(verb, noun)
+
+        def work(state: State, given: Mapping[str, Json]) -> str:
+            state.changes.append([name, {}])
+            return self.said(gives)
+
+        return RandomTool(name, self.rng.choice((f"{text} the {noun}.", f"{text} {noun}")), {}, [], work)
 
     def calculator(self, verb: str, noun: str, names: Sequence[str], result: str) -> RandomTool:
         """A tool that works out a number from numbers, nobody knows how."""

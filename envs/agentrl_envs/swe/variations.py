@@ -24,7 +24,7 @@ def vary(value: Json, rng: Random) -> Json:
     if isinstance(value, float):
         return rng.choice((value + 1.0, -value, value / 2))
     if isinstance(value, str | bytes):
-        return rng.choice((value[1:], value[:-1], value[::-1], value + value, value.swapcase()))
+        return rng.choice((value[1:], value[:-1], value[::-1], 2 * value, value.swapcase()))
     if isinstance(value, list | tuple) and value:
         items = list(value)
         place = rng.randrange(len(items))

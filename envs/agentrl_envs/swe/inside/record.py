@@ -3,6 +3,8 @@
 `[file, module, function, positional, named]`.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import doctest
@@ -13,6 +15,11 @@ import os
 import signal
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
 _CALLS, _TEXT = 40, 600
 _SKIPPED = ("__main__", "setup", "conftest")
 
@@ -20,12 +27,14 @@ _SKIPPED = ("__main__", "setup", "conftest")
 class Recorder:
     """The calls that were seen. written: from `replay.py`."""
 
-    def __init__(self, root, written, none):
+    def __init__(self, root: str, written: Callable[[Any], str], none: type[Exception]) -> None:
         self.root, self.written, self.none = root, written, none
-        self.found = {}  # by code object: a dictionary of calls, or None for what is no function of a module
+        self.found: dict[
+            Any, dict[Any, Any] | None
+        ] = {}  # by code object: a dictionary of calls, or None for what is no function of a module
         self.busy = False
 
-    def __call__(self, frame, event, argument):
+    def __call__(self, frame: Any, event: str, argument: object) -> None:
         """Hear of an event of `sys.setprofile`."""
         if event != "call" or self.busy:
             return
@@ -50,7 +59,7 @@ class Recorder:
         finally:
             self.busy = False
 
-    def arguments(self, code, values):
+    def arguments(self, code: Any, values: dict[str, Any]) -> tuple[str, str]:
         """Positional and named arguments as literals. Raises NoLiteralError."""
         names, count, named = code.co_varnames, code.co_argcount, code.co_kwonlyargcount
         positional = [values[name] for name in names[:count]]
@@ -69,7 +78,7 @@ class Recorder:
             raise self.none from None
         return texts
 
-    def report(self):
+    def report(self) -> list[list[str]]:
         """All calls, for functions that can be reached by their name."""
         calls = []
         for code, seen in self.found.items():
@@ -80,7 +89,7 @@ class Recorder:
         return calls
 
 
-def modules(root):
+def modules(root: str) -> Iterator[str]:
     """Dotted names of the modules of a package."""
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name.isidentifier() and name not in ("tests", "test", "__pycache__")]
@@ -91,14 +100,14 @@ def modules(root):
                 yield path.removesuffix(".__init__")
 
 
-def examples(root):
+def examples(root: str) -> None:
     """Run the doctests of all modules, and call nothing else."""
     for name in sorted(modules(root)):
         with contextlib.suppress(BaseException):
             doctest.testmod(importlib.import_module(name), report=False)
 
 
-def tests(folder):
+def tests(folder: str) -> None:
     """Run the tests of a folder: by pytest where it is installed."""
     try:
         import pytest
@@ -110,7 +119,7 @@ def tests(folder):
     pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-o", "addopts=", folder])
 
 
-def main():
+def main() -> None:
     """Run all, within the time."""
     root, folder, seconds, own = sys.argv[1:5]
     sys.path[:0] = [root]
@@ -124,7 +133,7 @@ def main():
     for place in range(3):
         os.dup2(null, place)
 
-    def say(*given):
+    def say(*given: object) -> None:
         sys.setprofile(None)
         data = json.dumps(recorder.report()).encode()
         while data:
@@ -136,9 +145,10 @@ def main():
     os.chdir(os.path.dirname(os.path.abspath(folder)) if folder else root)
     sys.stdout = sys.stderr = io.StringIO()
     sys.setprofile(recorder)
-    for work in (lambda: examples(root), lambda: folder and tests(folder)):
-        with contextlib.suppress(BaseException):
-            work()
+    examples(root)
+    with contextlib.suppress(BaseException):
+        if folder:
+            tests(folder)
     say()
 
 

@@ -5,6 +5,8 @@ A job is `{file, text, calls, seconds}`: where `file` is not empty, it holds `te
 job, as texts; null where it does not come to an end. What is expected is not known here.
 """
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import datetime
@@ -20,6 +22,10 @@ import sys
 import time
 import types
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 _EXACT = (bool, int, float, complex, str, bytes, type(None), type(...))
 _WRITTEN = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, fractions.Fraction, range)
 _LAZY = (types.GeneratorType, map, filter, zip, itertools.chain, itertools.islice, reversed, enumerate)
@@ -30,7 +36,7 @@ class NoLiteralError(Exception):
     """A value has no text that is equal for equal values."""
 
 
-def written(value, depth=0):
+def written(value: Any, depth: int = 0) -> str:
     """A value as text: equal where the values are. Raises NoLiteralError."""
     if depth > _DEPTH:
         raise NoLiteralError
@@ -51,14 +57,14 @@ def written(value, depth=0):
     if isinstance(value, (tuple, list)):
         return f"{kind.__name__}({', '.join(written(item, depth + 1) for item in value)})"
     if isinstance(value, (str, int, float, dict)) and kind.__module__ != "builtins":
-        base = next(base for base in (str, int, float, dict) if isinstance(value, base))
+        base: Any = next(base for base in (str, int, float, dict) if isinstance(value, base))
         return f"{kind.__name__}({written(base(value), depth + 1)})"
     if isinstance(value, _LAZY):
         return f"iter({written(list(itertools.islice(value, _ITEMS)), depth + 1)})"
     raise NoLiteralError
 
 
-def outcome(module, function, positional, named):
+def outcome(module: str, function: str, positional: str, named: str) -> str:
     """The result of a call as text, or `!` and the exception; `?` where it has no text."""
     try:
         target = getattr(importlib.import_module(module), function)
@@ -70,7 +76,7 @@ def outcome(module, function, positional, named):
         return f"!{type(error).__name__}"
 
 
-def run(root, calls, seconds):
+def run(root: str, calls: list[list[str]], seconds: float) -> Any:
     """The results of calls in a process of their own; None where it does not end."""
     source, target = os.pipe()
     pid = os.fork()
@@ -103,7 +109,7 @@ def run(root, calls, seconds):
         return None
 
 
-def main():
+def main() -> None:
     """Serve all jobs."""
     asked = json.load(sys.stdin)
     sys.dont_write_bytecode = True

@@ -114,6 +114,14 @@ def _example(what: str) -> dict[str, Json]:
     return dict(made.example) if isinstance(made, type) and issubclass(made, Environment) else {}
 
 
+def _needs_workspace(what: str) -> bool:
+    from agentrl.plugins.environment import Environment
+    from agentrl.plugins.registry import load
+
+    made = load("envs", what)
+    return isinstance(made, type) and issubclass(made, Environment) and made.uses_workspace
+
+
 def _recipe(
     what: str, kind: str, given: list[str], args: dict[str, Json], source: str | None, tools: list[str]
 ) -> "Recipe":
@@ -121,6 +129,7 @@ def _recipe(
     from agentrl.recipe.load import load_recipe
     from agentrl.recipe.schema import Recipe
     from agentrl.recipe.sections.env import EnvSection, ToolSection
+    from agentrl.recipe.sections.workspace import WorkspaceSection
 
     if kind == "recipe":
         if args or source is not None or tools:
@@ -135,4 +144,6 @@ def _recipe(
         typer.echo(f"(nothing is given: plays its example, {given_as})")
         source = str(args.pop("source")) if "source" in args else None
     section = EnvSection(name=what, args=args) if source is None else EnvSection(name=what, source=source, args=args)
-    return Recipe(env=section, tools=tuple(ToolSection(name=name) for name in tools))
+    workspace = WorkspaceSection() if _needs_workspace(what) else None
+    named = tuple(ToolSection(name=name) for name in tools or (("terminal",) if workspace else ()))
+    return Recipe(env=section, tools=named, workspace=workspace)

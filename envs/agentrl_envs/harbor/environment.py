@@ -8,6 +8,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from agentrl.errors import PathError, UserError, WorkspaceError
 from agentrl.plugins.environment import Environment
@@ -46,6 +47,7 @@ class Harbor(Environment):
 
     name = "harbor"
     uses_workspace = True
+    example = MappingProxyType({"source": str(Path(__file__).parent / "example"), "held_out": 0.0, "own_image": False})
 
     def __init__(
         self,

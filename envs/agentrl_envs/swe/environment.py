@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from agentrl.errors import UserError, WorkspaceError
 from agentrl.jsonable import Json
@@ -32,6 +33,7 @@ class Swe(Environment):
     name = "swe"
     reward_parts = ("passed",)
     uses_workspace = True
+    example = MappingProxyType({"source": str(Path(__file__).parent / "example")})
 
     def __init__(self, source: str, system_prompt: str = "") -> None:
         top = Path(source).expanduser()

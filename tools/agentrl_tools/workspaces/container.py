@@ -209,6 +209,8 @@ class Container(Workspace):
                 async with asyncio.timeout(seconds):
                     await self._daemon.call("carry output", asyncio.shield(carrying), seconds + LONG_SECONDS)
                     call.code = await self._exit_code(execution, seconds + LONG_SECONDS)
+                    if call.code == _KILLED:
+                        await self._check_lives()
                     return False
             except TimeoutError:
                 pass
@@ -224,6 +226,15 @@ class Container(Workspace):
         finally:
             carrying.cancel()
             await asyncio.wait({carrying})
+
+    async def _check_lives(self) -> None:
+        """Raise WorkspaceError where a program was killed with its container, which may still be about to go."""
+        async with self._restarts:  # our own kill programs, too
+            for pause in (0.0, 0.2, 1.0):
+                await asyncio.sleep(pause)
+                if (await self._state()).get("Running"):
+                    return
+        raise WorkspaceError(f"workspace {self.id}: its container was ended")
 
     async def _exit_code(self, execution: Any, seconds: float) -> int:
         """Of a program whose output is at its end. Raises WorkspaceError where it runs on."""

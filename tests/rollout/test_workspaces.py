@@ -12,11 +12,15 @@ from agentrl_tools.workspaces.bwrap import BwrapProvider
 from fakes import Env, ScriptedEngine, make_driver
 
 from agentrl.errors import UserError, WorkspaceError
+from agentrl.gateway.server import Gateway
+from agentrl.plugins.agent import make_agent
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.workspace import WorkspaceSection
 from agentrl.rollout.groups import roll_out
 from agentrl.rollout.workspaces import CHANGES, Workspaces, workspaces_of
+from agentrl.testing.play import Holder, Stage
 from agentrl.trajectory import Boundary, FinishReason
 from agentrl.workspace.provider import Capabilities, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import Snapshot, Workspace
@@ -209,3 +213,41 @@ def test_the_provider_alone_is_short_for_the_section() -> None:
 async def test_what_a_provider_cannot_do_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"workspace.provider 'counted' cannot do: image"):
         await Workspaces(Counted(), WorkspaceSection(image="x"), Env()).start("test")
+
+
+_PROGRAM = """
+import json, os, urllib.request
+given = json.load(open(os.environ["AGENTRL_TASK"]))
+asked = json.dumps({"model": os.environ["AGENTRL_MODEL"], "messages": given["messages"]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked, headers)
+answer = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+open("n.txt", "a").write(answer)
+"""
+
+
+async def test_an_agent_s_program_runs_inside_and_reaches_the_model() -> None:
+    async def judge(session: Any) -> float:
+        assert session.outcome.exit_code == 0, session.outcome.output
+        return float(await session.workspace.read("n.txt"))
+
+    env = Prepared(calc_reward=judge)
+    section = AgentSection(command=("python3", "-c", _PROGRAM))
+    gateway = Gateway(host="127.0.0.1", port=0, model="m")
+    await gateway.start()
+    workspaces = await workspaces_of(WorkspaceSection(), env, ())
+    try:
+        holder = Holder(make_agent(section, inside=True), section, gateway)
+        trajectory = await Stage(env, holder=holder, workspaces=workspaces).play(TASKS[2], lambda task: "7")
+    finally:
+        assert workspaces is not None
+        await workspaces.close()
+        await gateway.close()
+    assert trajectory.failure is None
+    assert trajectory.rewards == {"env": 27.0}
+    assert ["modified", "/home/user/n.txt", 2] in trajectory.extra[CHANGES]["changes"]
+
+
+def test_a_sandbox_beside_a_workspace_is_refused() -> None:
+    with pytest.raises(UserError, match=r"agent.sandbox: the program runs in a workspace already"):
+        make_agent(AgentSection(command=("true",), sandbox=()), inside=True)

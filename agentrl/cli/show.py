@@ -169,7 +169,7 @@ class _Printer:
         changes = kept.get("changes") or ()
         self.say(f"-- files: {len(changes)}{' or more' if kept.get('more') else ''} changed", "bold")
         for kind, path, size in changes:
-            self.say(f"{kind} {path}" + (f" ({size:,} bytes)" if size else ""), "yellow")
+            self.say(f"{_plain(kind)} {_plain(path)}" + (f" ({size:,} bytes)" if size else ""), "yellow")
         if kept.get("diff"):
             self.say(_plain(str(kept["diff"]).rstrip("\n")))
 

@@ -40,6 +40,8 @@ from agentrl.images import in_image_thread
 from agentrl.plugins.types import Json
 from agentrl.weights.addresses import is_loopback, url_of
 
+CONNECTIONS = 256
+"""That one workspace may have at once."""
 KEEP_ALIVE_SECONDS = 10.0
 """A stream that has nothing to say sends a comment this often."""
 TOGETHER_SECONDS = 0.02
@@ -52,6 +54,44 @@ T = TypeVar("T")
 _ROLE = re.compile(r"[A-Za-z0-9_-]{1,32}")
 Dialect = ChatCompletions | Completions | Responses | AnthropicMessages
 _log = logging.getLogger("agentrl.gateway")
+
+
+class _Counted(asyncio.Protocol):
+    """A connection of few, all of which are in `among`: one too many is closed at once."""
+
+    def __init__(self, handler: asyncio.Protocol, among: "dict[_Counted, asyncio.Transport | None]") -> None:
+        self._handler = handler if len(among) < CONNECTIONS else None
+        self._among = among
+        if self._handler is not None:
+            among[self] = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._handler is None:
+            transport.close()
+            return
+        assert isinstance(transport, asyncio.Transport)
+        self._among[self] = transport
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._handler is not None:
+            self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received() if self._handler is not None else None
+
+    def pause_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._handler is not None:
+            self._handler.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._handler is not None:
+            del self._among[self]
+            self._handler.connection_lost(error)
 
 
 class Gateway:
@@ -107,11 +147,21 @@ class Gateway:
             await web.UnixSite(self._runner, self.socket, backlog=1024).start()
 
     async def serve_at(self, listener: sockets.socket) -> Callable[[], Awaitable[None]]:
-        """Serve connections to a socket that listens, such as one inside a workspace. What is returned ends that."""
+        """Serve connections to a socket that listens, such as one inside a workspace, at most CONNECTIONS at once. What
+        is returned ends that, and closes those that are left."""
         assert self._runner is not None, "it has started"
-        site = web.SockSite(self._runner, listener)
-        await site.start()
-        return site.stop
+        assert self._runner.server is not None
+        make, among = self._runner.server, dict[_Counted, asyncio.Transport | None]()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: _Counted(make(), among), sock=listener, backlog=1024)
+
+        async def end() -> None:
+            server.close()
+            for transport in list(among.values()):
+                if transport is not None:
+                    transport.close()
+
+        return end
 
     @property
     def port(self) -> int:

@@ -5,14 +5,16 @@ The order in which samples begin is known before they do: `expect` is told, and 
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl.containment.deadline import leave_behind
+from agentrl.containment.deadline import GRACE, leave_behind
 from agentrl.errors import UserError, WorkspaceError, contained, describe
+from agentrl.jsonable import dumps
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_workspace_provider
 from agentrl.plugins.tool import Tool
@@ -34,12 +36,14 @@ _log = logging.getLogger("agentrl.rollout")
 class _Prepared:
     """A task as it begins."""
 
-    spec: WorkspaceSpec
-    snapshot: "asyncio.Task[Snapshot | None]"
-    """None: the image is the state."""
+    state: "asyncio.Task[tuple[WorkspaceSpec, Snapshot | None]]"
+    """What its workspaces are opened from. Without a snapshot the image is the state."""
     ahead: "deque[asyncio.Task[Workspace]]" = field(default_factory=deque)
-    expected: int = 0
-    """Samples that have not begun."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be prepared."""
+        return self.state.done() and (self.state.cancelled() or self.state.exception() is not None)
 
 
 async def workspaces_of(
@@ -83,7 +87,6 @@ class Workspaces:
         """Note that the samples which have not begun will not, and close what was opened for them."""
         self._expected.clear()
         for prepared in self._prepared.values():
-            prepared.expected = 0
             while prepared.ahead:
                 _close_later(prepared.ahead.popleft())
 
@@ -91,7 +94,6 @@ class Workspaces:
         while self._expected and self._ahead < self._ready and not self._closed:
             task = self._expected.popleft()
             prepared = self._of(task)
-            prepared.expected += 1
             opening = asyncio.ensure_future(self._opened(prepared))
             opening.add_done_callback(_heard)
             prepared.ahead.append(opening)
@@ -107,7 +109,6 @@ class Workspaces:
         prepared = self._of(task)
         try:
             if prepared.ahead:
-                prepared.expected -= 1
                 opening = prepared.ahead.popleft()
                 try:
                     return await asyncio.shield(opening)
@@ -124,7 +125,7 @@ class Workspaces:
             self._prepare_anew(task, prepared)  # its snapshot may be lost with a daemon
             raise
         except BaseException:
-            if prepared.snapshot.done() and (prepared.snapshot.cancelled() or prepared.snapshot.exception()):
+            if prepared.failed:
                 self._prepare_anew(task, prepared)
             raise
         finally:
@@ -133,17 +134,17 @@ class Workspaces:
 
     def _prepare_anew(self, task: Task, prepared: _Prepared) -> None:
         """Let the next sample of a task prepare it again."""
-        if self._prepared.get(task.id) is prepared:
-            del self._prepared[task.id]
+        if self._prepared.get(key := _key(task)) is prepared:
+            del self._prepared[key]
             while prepared.ahead:
                 _close_later(prepared.ahead.popleft())
 
     async def _opened(self, prepared: _Prepared) -> Workspace:
-        snapshot = await asyncio.shield(prepared.snapshot)
+        spec, snapshot = await asyncio.shield(prepared.state)
         for attempt in range(_ATTEMPTS):
             try:
                 async with asyncio.timeout(OPEN_SECONDS):
-                    return await self.provider.open(prepared.spec, snapshot)
+                    return await self.provider.open(spec, snapshot)
             except TimeoutError:
                 raise WorkspaceError(f"no workspace opened within {OPEN_SECONDS:g} s") from None
             except WorkspaceError:
@@ -152,27 +153,35 @@ class Workspaces:
         raise AssertionError("not reached")
 
     def _of(self, task: Task) -> _Prepared:
-        if task.id not in self._prepared:
-            spec = self._environment.workspace_spec(task, self._spec)
-            self.provider.check(spec)
-            preparing = asyncio.ensure_future(self._prepare(task, spec))
+        if (key := _key(task)) not in self._prepared:
+            preparing = asyncio.ensure_future(self._prepare(task))
             preparing.add_done_callback(_heard)
-            self._prepared[task.id] = _Prepared(spec, preparing)
-        self._prepared.move_to_end(task.id)
-        return self._prepared[task.id]
+            self._prepared[key] = _Prepared(preparing)
+        self._prepared.move_to_end(key)
+        return self._prepared[key]
 
-    async def _prepare(self, task: Task, spec: WorkspaceSpec) -> Snapshot | None:
-        """The state that a task begins in, as a snapshot; None where the environment prepares nothing."""
-        workspace = await self._opened_empty(spec)
+    async def _prepare(self, task: Task) -> tuple[WorkspaceSpec, Snapshot | None]:
+        """The state that a task begins in: without a snapshot where the environment prepares nothing. Raises UserError,
+        WorkspaceError, and what the environment raises, as an Exception: the task that runs this is nobody else's."""
         try:
-            async with asyncio.timeout(PREPARE_SECONDS):
-                await self._environment.prepare(task, workspace)
-                await workspace.end_processes()
-                return await workspace.snapshot() if await workspace.diff(1) else None
-        except TimeoutError:
-            raise UserError(f"{self._environment.name}.prepare: it takes longer than {PREPARE_SECONDS:g} s") from None
-        finally:
-            await _closed(workspace)
+            spec = self._environment.workspace_spec(task, self._spec)
+            if not isinstance(spec, WorkspaceSpec):
+                raise UserError(f"workspace_spec returned {type(spec).__name__}, not a WorkspaceSpec")
+            self.provider.check(spec)
+            workspace = await self._opened_empty(spec)
+            try:
+                async with asyncio.timeout(PREPARE_SECONDS) as timer:
+                    await self._environment.prepare(task, workspace)
+                    await workspace.end_processes()
+                    return spec, await workspace.snapshot() if await workspace.diff(1) else None
+            except TimeoutError:
+                if not timer.expired():
+                    raise
+                raise UserError(f"it takes longer than {PREPARE_SECONDS:g} s") from None
+            finally:
+                await _closed(workspace)
+        except BaseException as error:  # noqa: BLE001 - boundary: an environment may raise anything
+            raise contained(error) from None
 
     async def _opened_empty(self, spec: WorkspaceSpec) -> Workspace:
         try:
@@ -183,24 +192,29 @@ class Workspaces:
 
     def _drop_old(self) -> None:
         """Forget the snapshots of tasks that were not asked for in a while."""
-        idle = [name for name, one in self._prepared.items() if not one.ahead and one.snapshot.done()]
+        idle = [name for name, one in self._prepared.items() if not one.ahead and one.state.done()]
         for name in idle[: max(0, len(idle) - _KEPT)]:
             prepared = self._prepared.pop(name)
-            if not prepared.snapshot.cancelled() and not prepared.snapshot.exception():
-                snapshot = prepared.snapshot.result()
-                if snapshot is not None:
-                    asyncio.ensure_future(self.provider.forget(snapshot)).add_done_callback(_heard)
+            if not prepared.failed and (snapshot := prepared.state.result()[1]) is not None:
+                asyncio.ensure_future(self.provider.forget(snapshot)).add_done_callback(_heard)
 
     async def close(self) -> None:
         """Close all that is open. May be called twice."""
         self._closed = True
         self.forget_expected()
-        pending = [one.snapshot for one in self._prepared.values() if not one.snapshot.done()]
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
+        pending = [one.state for one in self._prepared.values() if not one.state.done()]
+        for preparing in pending:
+            preparing.cancel()
+        if pending:
+            for preparing in (await asyncio.wait(pending, timeout=GRACE))[1]:
+                leave_behind(preparing)  # it ignores its cancellation
         self._prepared.clear()
         await self.provider.close()
+
+
+def _key(task: Task) -> str:
+    """What two tasks have in common that are the same: those of two splits may have one id."""
+    return f"{task.id} {hashlib.sha256(dumps(task.data, default=str).encode()).hexdigest()}"
 
 
 async def _closed(workspace: Workspace) -> None:

@@ -129,7 +129,10 @@ class Guard:
 async def capture(workspace: Workspace, guard: Guard, limit: Protection, paths: Sequence[str] | None) -> Capture:
     """Take what the agent changed. paths: absolute ones that are taken instead, as they are. Raises WorkspaceError."""
     if paths is None:
-        changes = await workspace.diff(limit.files + 1)
+        try:
+            changes = await workspace.diff(limit.files + 1)
+        except PathError as error:
+            return Capture(b"", (), (), (), str(error))
     else:
         changes = [Change(path, ChangeKind.ADDED, FileKind.FOLDER) for path in paths]
     if len(changes) > limit.files:

@@ -1,6 +1,5 @@
 """`Patch`: what a rollout changed in its workspace, bounded, as people read it."""
 
-import difflib
 from dataclasses import dataclass
 
 from agentrl.errors import ArgumentError
@@ -14,6 +13,8 @@ TEXT = 20_000
 _FILE = 64 << 10
 """Bytes of a file whose difference is shown."""
 _FILES = 20
+_AROUND = 2
+"""Lines before and after what differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Patch:
 
     def json(self) -> dict[str, Json]:
         """As a trajectory keeps it: `changes` (kind, path, bytes), `more`, `diff`."""
-        changes: list[Json] = [[change.kind.value, change.path, change.size] for change in self.changes]
+        changes: list[Json] = [[change.kind.value, printed(change.path), change.size] for change in self.changes]
         return {"changes": changes, "more": self.more, "diff": self.text}
 
 
@@ -46,13 +47,34 @@ async def patch_of(workspace: Workspace) -> Patch:
         then = _text(before[change.path]) if change.path in before else ""
         if now is None or then is None or room <= 0:
             continue
-        lines = difflib.unified_diff(
-            then.splitlines(keepends=True), now.splitlines(keepends=True), f"a{change.path}", f"b{change.path}", n=2
-        )
-        text = "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)[:room]
+        text = difference(then, now, printed(change.path))[:room]
         parts.append(text)
         room -= len(text)
     return Patch(kept, len(changes) > CHANGES, "".join(parts))
+
+
+def difference(then: str, now: str, path: str) -> str:
+    """What differs between two texts, as one hunk of a unified difference: all from the first line that does to the last.
+    Its time grows with the texts, which are a stranger's; that of the shortest difference grows with their square."""
+    old, new = then.splitlines(), now.splitlines()
+    same = 0
+    while same < min(len(old), len(new)) and old[same] == new[same]:
+        same += 1
+    end = 0
+    while end < min(len(old), len(new)) - same and old[-1 - end] == new[-1 - end]:
+        end += 1
+    first, removed, added = max(0, same - _AROUND), old[same : len(old) - end], new[same : len(new) - end]
+    before, after = old[first:same], old[len(old) - end :][:_AROUND]
+    around = len(before) + len(after)
+    head = f"@@ -{first + 1},{around + len(removed)} +{first + 1},{around + len(added)} @@"
+    signed = (" ", before), ("-", removed), ("+", added), (" ", after)
+    lines = [f"--- a{path}", f"+++ b{path}", head, *(f"{sign}{line}" for sign, part in signed for line in part)]
+    return "\n".join(lines) + "\n"
+
+
+def printed(path: str) -> str:
+    """A path as UTF-8 can hold it: names are bytes, which may be no text."""
+    return path.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 async def _read(workspace: Workspace, path: str) -> str | None:

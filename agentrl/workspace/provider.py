@@ -72,20 +72,10 @@ class Capabilities:
     """Images other than its default."""
     build: bool = False
     """Builds an image from a Dockerfile."""
-    users: bool = False
-    """Programs run as users of the image."""
     hosts: bool = False
     """Egress to a list of hosts."""
     everything: bool = False
     """Egress to everything."""
-    listens: bool = False
-    """Carries connections from inside to a socket of ours, such as the gateway's."""
-    memory: bool = True
-    """Bounds memory."""
-    disk: bool = True
-    """Bounds what is written."""
-    processes: bool = True
-    """Bounds processes."""
 
 
 class WorkspaceProvider(ABC):

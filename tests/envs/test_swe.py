@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 from agentrl_envs.swe.environment import SOURCE, TASKS, WORK, Swe, question
-from agentrl_envs.swe.make import Source, check_tasks, make_tasks
+from agentrl_envs.swe.make import Source, check_tasks, make_tasks, varied
 from agentrl_envs.swe.mutations import functions, mutations
-from agentrl_envs.swe.variations import varied
 from agentrl_tools.workspaces.bwrap import BwrapProvider
 
 from agentrl.errors import UserError

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import shutil
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,7 @@ from agentrl_tools.workspaces.bwrap import BwrapProvider
 from fakes import Env, ScriptedEngine, make_driver
 
 from agentrl.errors import UserError, WorkspaceError
-from agentrl.gateway.server import Gateway
+from agentrl.gateway.server import CONNECTIONS, Gateway
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -34,7 +35,7 @@ class Counted(WorkspaceProvider):
     """The provider bwrap, whose calls are counted, and whose `open` fails as it is told to."""
 
     name = "counted"
-    capabilities = Capabilities(listens=True)
+    capabilities = Capabilities()
 
     def __init__(self) -> None:
         self.bwrap = BwrapProvider()
@@ -188,6 +189,34 @@ async def test_a_preparation_that_fails_is_the_environment_s_fault_and_is_tried_
     assert env.prepared == {"t0": 2, "t1": 2, "t2": 2}
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("no")])
+@pytest.mark.parametrize("hook", ["prepare", "workspace_spec"])
+async def test_what_a_hook_raises_fails_its_rollouts_alone(provider: Counted, hook: str, error: BaseException) -> None:
+    class Broken(Prepared):
+        async def prepare(self, task: Task, workspace: Workspace) -> None:
+            if hook == "prepare" and task.id == "t1":
+                raise error
+
+        def workspace_spec(self, task: Task, spec: WorkspaceSpec) -> WorkspaceSpec:
+            if hook == "workspace_spec" and task.id == "t1":
+                raise error
+            return spec
+
+    groups, _ = await played(provider, Broken(), n=2, retries=0)
+    assert [len(group.trajectories) for group in groups] == [2, 0, 2]
+    assert {t.failure.boundary for t in groups[1].failed} == {Boundary.ENVIRONMENT}
+    assert type(error).__name__ in groups[1].failed[0].failure.message
+
+
+async def test_tasks_of_two_splits_with_one_id_are_prepared_each(provider: Counted) -> None:
+    env = Prepared(calc_reward=_number)
+    workspaces = Workspaces(provider, WorkspaceSection(), env)
+    driver = make_driver(ScriptedEngine(lambda *_: "4"), env, workspaces=workspaces)
+    for number in (3, 5):
+        [group] = await roll_out(driver, [Task("0", {"i": number})], 2)
+        assert [t.reward for t in group.trajectories] == [number, number]
+
+
 async def test_every_workspace_is_closed_whatever_ends_the_rollouts(provider: Counted) -> None:
     env = Prepared(create=RuntimeError("boom"))
     _, workspaces = await played(provider, env, n=3, retries=0)
@@ -246,6 +275,28 @@ async def test_an_agent_s_program_runs_inside_and_reaches_the_model() -> None:
     assert trajectory.failure is None
     assert trajectory.rewards == {"env": 27.0}
     assert ["modified", "/home/user/n.txt", 2] in trajectory.extra[CHANGES]["changes"]
+
+
+async def test_a_program_that_opens_too_many_connections_costs_itself_alone() -> None:
+    gateway = Gateway(host="127.0.0.1", port=0, model="m")
+    await gateway.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    end = await gateway.serve_at(listener)
+    address = listener.getsockname()[:2]
+    opened = [await asyncio.open_connection(*address) for _ in range(CONNECTIONS)]
+    reader, writer = await asyncio.open_connection(*address)
+    assert await reader.read() == b""
+    writer.close()
+    for _, writer in opened[:2]:
+        writer.close()
+        await writer.wait_closed()
+    await asyncio.sleep(0.05)
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+    await end()
+    assert await opened[-1][0].read() == b""
+    await gateway.close()
 
 
 def test_a_sandbox_beside_a_workspace_is_refused() -> None:

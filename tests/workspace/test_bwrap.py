@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import http.server
+import io
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -19,6 +21,7 @@ import pytest
 from agentrl_tools.workspaces.bwrap import BwrapProvider
 
 from agentrl.errors import PathError, UserError, WorkspaceError
+from agentrl.workspace.patch import patch_of
 from agentrl.workspace.provider import Network, WorkspaceLimits, WorkspaceSpec
 from agentrl.workspace.workspace import MIB, ChangeKind
 
@@ -55,6 +58,49 @@ async def test_attacks_from_inside_fail(provider: BwrapProvider, attack: str) ->
     workspace = await provider.open(WorkspaceSpec())
     assert (await workspace.exec(attack)).exit_code != 0
     assert (await workspace.exec("echo still here")).stdout == b"still here\n"
+
+
+async def test_a_program_has_no_rights(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec())
+    status = dict(re.findall(r"^(\w+):\s*(\S+)", (await workspace.exec("cat /proc/self/status")).text(), re.M))
+    assert {status[f"Cap{one}"] for one in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
+    assert (status["Seccomp"], status["NoNewPrivs"], status["Uid"]) == ("2", "1", "1000")
+
+
+async def test_files_larger_than_their_disk_and_many_names_are_packed_in_bounds(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec(limits=WorkspaceLimits(disk=32 * MIB)))
+    await workspace.exec("for i in $(seq 9); do truncate -s 30M sparse$i; done", seconds=20)
+    with pytest.raises(PathError, match="more than may be packed"):
+        await workspace.pack(["."])
+    await workspace.exec("rm -f sparse*; seq 5000 | sed s/^/a-rather-long-name-of-a-file-/ | xargs touch")
+    names = [entry.path for entry in await workspace.listing()]
+    assert len(names) == 5000
+    with tarfile.open(fileobj=io.BytesIO(await workspace.pack(names))) as tar:
+        assert len(tar.getmembers()) == 5000
+    assert len(await workspace.diff()) == 5000
+
+
+async def test_what_nobody_would_name_or_nest_is_told(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec())
+    nest = "import os\nfor i in range(3000):\n  os.mkdir('d'); os.chdir('d')"
+    assert (await workspace.exec(["python3", "-c", nest], seconds=30)).ok
+    await workspace.exec("printf x > \"$(printf 'a\\377\\033[31m')\"")
+    paths = [change.path for change in await workspace.diff()]
+    assert 100 < len(paths) < 200
+    assert "/home/user/a\udcff\x1b[31m" in paths
+    kept = (await patch_of(workspace)).json()
+    assert ["added", "/home/user/a\ufffd\x1b[31m", 1] in kept["changes"]
+    with pytest.raises(PathError, match="lie within each other"):
+        await workspace.snapshot()
+
+
+async def test_many_requests_at_once_wait_for_the_keeper(provider: BwrapProvider) -> None:
+    workspace = await provider.open(WorkspaceSpec())
+    script = f"echo {'x' * 100_000} | wc -c"
+    done = await asyncio.gather(*(workspace.exec(script) for _ in range(20)))
+    assert {one.stdout.strip() for one in done} == {b"100001"}
+    with pytest.raises(PathError, match="use a file"):
+        await workspace.exec(["echo", *["x" * 1000] * 500])
 
 
 async def test_nothing_of_this_machine_is_seen(provider: BwrapProvider, monkeypatch: pytest.MonkeyPatch) -> None:

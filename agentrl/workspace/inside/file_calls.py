@@ -91,8 +91,27 @@ def listing(request: dict[str, Any], source: int, target: int) -> None:
     _write_all(target, "\n".join(lines).encode("utf-8", "surrogateescape"))
 
 
+class _Bounded(io.RawIOBase):
+    """Writes to a descriptor, and raises OSError beyond a number of bytes: a file may be far larger than what it takes
+    on a disk."""
+
+    def __init__(self, fd: int, most: int) -> None:
+        self._fd, self._left = fd, most
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            raise OSError(errno.EFBIG, "it is more than may be packed")
+        _write_all(self._fd, bytes(data))
+        return len(data)
+
+
 def pack(request: dict[str, Any], source: int, target: int) -> None:
-    """Write files and folders as a tar. Raises OSError."""
+    """Write files and folders, whose paths come from `source` as JSON, as a tar of at most `limit` bytes. Raises
+    OSError."""
 
     def packed(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
         if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
@@ -101,8 +120,10 @@ def pack(request: dict[str, Any], source: int, target: int) -> None:
         member.uname = member.gname = ""
         return member
 
-    with io.FileIO(target, "w", closefd=False) as raw, tarfile.open(fileobj=raw, mode="w|") as tar:
-        for path in request["paths"]:
+    with io.FileIO(source, closefd=False) as asked:
+        paths = json.loads(asked.readall())
+    with tarfile.open(fileobj=_Bounded(target, request["limit"]), mode="w|") as tar:
+        for path in paths:
             if os.path.lexists(path):
                 tar.add(path, arcname=path.lstrip("/"), filter=packed)
 

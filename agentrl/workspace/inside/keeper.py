@@ -157,8 +157,9 @@ class Keeper:
         os.execve(self.config["bwrap"], [self.config["bwrap"], *words], {})
 
     def end(self) -> None:
-        """Kill everything inside, and wait until it is gone; files stay. Process 1 inside ends once we have reaped
-        those in it that are our children; then bubblewrap hears, and ends, too."""
+        """Kill everything inside, and wait until it is gone; files stay. Raises OSError where it stays.
+
+        Process 1 inside ends once we have reaped those that are our children; then bubblewrap hears, and ends, too."""
         if self.bwrap:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.init or self.bwrap, signal.SIGKILL)
@@ -166,6 +167,8 @@ class Keeper:
         while (self.bwrap or self.running) and time.monotonic() < last:
             self.reap()
             time.sleep(0.0005)
+        if self.bwrap:
+            raise OSError(0, "what runs in it cannot be ended")
 
     def join(self) -> None:
         """Enter the namespaces of bubblewrap, in a fork, and give up all rights there."""

@@ -6,6 +6,7 @@ Both walk by descriptors and follow no link: what the layer holds is a stranger'
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -19,6 +20,8 @@ _CHUNK = 1 << 18
 _OPAQUE = "user.overlay.opaque"
 _OWN = ("/proc", "/dev", "/sys", "/run/agentrl")
 """What bubblewrap makes."""
+_DEEP = 128
+"""Folders within folders that are walked into: what lies deeper holds no descriptors and no stack of ours."""
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "link"}
 
 
@@ -30,7 +33,9 @@ def copy(upper: str, target: str) -> None:
     _copy_folder(source, target, links)
 
 
-def _copy_folder(source: int, target: str, links: dict[int, str]) -> None:
+def _copy_folder(source: int, target: str, links: dict[int, str], deep: int = 0) -> None:
+    if deep > _DEEP:
+        raise OSError(errno.ELOOP, f"more than {_DEEP} folders lie within each other")
     for name in os.listdir(source):
         status = os.lstat(name, dir_fd=source)
         place, kind = f"{target}/{name}", stat.S_IFMT(status.st_mode)
@@ -43,7 +48,7 @@ def _copy_folder(source: int, target: str, links: dict[int, str]) -> None:
             os.mkdir(place, 0o700)
             if _opaque(fd):
                 os.setxattr(place, _OPAQUE, b"y")
-            _copy_folder(fd, place, links)
+            _copy_folder(fd, place, links, deep + 1)
             os.close(fd)
         elif kind == stat.S_IFREG:
             _copy_file(name, source, place)
@@ -114,7 +119,8 @@ def _changes(source: int, before: str | None, below: str) -> Iterator[tuple[str,
             if then is None or not stat.S_ISDIR(then.st_mode):
                 yield path, "added" if then is None else "modified", "folder", 0
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=source)
-            yield from _changes(fd, before if then is not None and stat.S_ISDIR(then.st_mode) else None, path)
+            if path.count("/") <= _DEEP:
+                yield from _changes(fd, before if then is not None and stat.S_ISDIR(then.st_mode) else None, path)
             os.close(fd)
         elif then is None:
             yield path, "added", _kind(now), now.st_size if kind == stat.S_IFREG else 0
@@ -143,7 +149,11 @@ def _same(name: str, source: int, now: os.stat_result, before: str, then: os.sta
     if now.st_size != then.st_size:
         return False
     one = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=source)
-    other = os.open(before, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        other = os.open(before, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except PermissionError:  # an image's, of somebody else
+        os.close(one)
+        return False
     try:
         while True:
             data = os.read(one, _CHUNK)

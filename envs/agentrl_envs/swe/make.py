@@ -7,6 +7,7 @@ the sources and their licences; nothing of it is ours to pass on.
 """
 
 import argparse
+import ast
 import asyncio
 import email
 import importlib.util
@@ -31,7 +32,6 @@ from agentrl.workspace.provider import WorkspaceLimits, WorkspaceProvider, Works
 from agentrl.workspace.workspace import MIB, Workspace
 from agentrl_envs.swe.environment import REPLAY, SOURCE, TASKS, WORK, Swe, script
 from agentrl_envs.swe.mutations import Mutation, functions, mutations
-from agentrl_envs.swe.variations import varied
 
 PACKAGES = Path(__file__).with_name("packages.txt")
 """Names on the index, a line each: pure Python, with functions that need nothing else."""
@@ -230,6 +230,40 @@ async def _noticed(
         })  # fmt: skip
     flat = [row for kept in rows.values() for row in kept]
     return rng.sample(flat, min(len(flat), _PER_PACKAGE))
+
+
+def varied(positional: str, named: str, rng: random.Random) -> tuple[str, str]:
+    """A call's arguments as literals, one of them changed; as they were where none can be."""
+    values: list[Json] = ast.literal_eval(positional)
+    places = [i for i, value in enumerate(values) if _can_vary(value)]
+    if not places:
+        return positional, named
+    place = rng.choice(places)
+    values[place] = vary(values[place], rng)
+    return repr(values), named
+
+
+def vary(value: Json, rng: random.Random) -> Json:
+    """A value of the same type that is near to another one."""
+    if isinstance(value, int):
+        return rng.choice((value + 1, value - 1, -value, value * 2, 0))
+    if isinstance(value, float):
+        return rng.choice((value + 1.0, -value, value / 2))
+    if isinstance(value, str | bytes):
+        return rng.choice((value[1:], value[:-1], value[::-1], 2 * value, value.swapcase()))
+    if isinstance(value, list | tuple) and value:
+        items = list(value)
+        place = rng.randrange(len(items))
+        if _can_vary(items[place]) and rng.random() < 0.5:
+            items[place] = vary(items[place], rng)
+        else:
+            del items[place]
+        return type(value)(items)
+    return value
+
+
+def _can_vary(value: Json) -> bool:
+    return isinstance(value, int | float | str | bytes | list | tuple) and not isinstance(value, bool) and bool(value)
 
 
 def _job(calls: list[Call], file: str = "", text: str = "") -> dict[str, Json]:

@@ -46,6 +46,7 @@ from agentrl.workspace.workspace import (
     Workspace,
     WorkspaceError,
 )
+from agentrl_tools.workspaces.output import HeadTail
 
 _KEEPER = Path(workspace_room.__file__).parent / "inside" / "keeper.py"
 _PREFIX = "agentrl-workspaces-"
@@ -62,6 +63,8 @@ _GET_SESSION = 0x5429  # TIOCGSID
 _INTERRUPT_SECONDS = 1.0  # for a program to end by an interrupt
 _CALL_SECONDS = 120.0  # of a call that moves files
 _MOST_WORDS = 120_000  # bytes of one argument: the kernel takes 128 KiB
+_MOST_REQUEST = 160_000  # bytes of a message to a keeper: sockets hold some 200 KB
+_MOST_LISTED = 64 << 20  # bytes of a list of files
 _PROXY_PORT = 3128
 _LDD = re.compile(r"(?:=>\s*)?(/\S+)\s+\(0x")
 
@@ -70,7 +73,7 @@ class BwrapProvider(WorkspaceProvider):
     """folders: of this machine, which the default image shows besides the system's, read-only."""
 
     name = "bwrap"
-    capabilities = Capabilities(images=True, hosts=True, everything=True, listens=True)
+    capabilities = Capabilities(images=True, hosts=True, everything=True)
 
     def __init__(self, folders: Sequence[str] = ()) -> None:
         for folder in folders:
@@ -245,7 +248,7 @@ class BwrapWorkspace(Workspace):
             self._timer = loop.call_later(self._spec.limits.seconds, self._lose, "its time is over")
 
     async def listen(self, port: int) -> socket.socket:
-        call, name = self._ask({"op": "listen", "port": port}, ())
+        call, name = await self._ask({"op": "listen", "port": port}, ())
         await self._ended(call, name, _CALL_SECONDS)
         if not call.fds:
             raise WorkspaceError(f"workspace {self.id}: no socket came for port {port}")
@@ -270,7 +273,7 @@ class BwrapWorkspace(Workspace):
         began = time.monotonic()
         with _Pipes(stdin, output) as pipes:
             request = {"op": "exec", "words": words, "cwd": self.absolute(cwd or "."), "env": env or {}}
-            call, name = self._ask(request, pipes.theirs())
+            call, name = await self._ask(request, pipes.theirs())
             timed_out = await self._ended(call, name, seconds, killed=True)
             pipes.drain()
             code = 124 if timed_out else call.code if call.code >= 0 else 128 - call.code
@@ -290,7 +293,7 @@ class BwrapWorkspace(Workspace):
         given = {"TERM": "xterm", **(env or {})}
         request = {"op": "terminal", "words": [self._shell], "cwd": self.home, "env": given, "rows": rows,
                    "columns": columns}  # fmt: skip
-        call, name = self._ask(request, ())
+        call, name = await self._ask(request, ())
         try:
             async with asyncio.timeout(_CALL_SECONDS):
                 await call.handed.wait()
@@ -310,18 +313,19 @@ class BwrapWorkspace(Workspace):
 
     async def listing(self, path: str = ".", *, depth: int = 1, limit: int = 10_000) -> list[FileInfo]:
         request = {"op": "listing", "path": self.absolute(path), "depth": depth, "limit": limit}
-        lines = (await self._file_call(request, limit * 8192)).decode("utf-8", "replace").splitlines()
+        lines = (await self._file_call(request, _MOST_LISTED)).decode("utf-8", "replace").splitlines()
         return [FileInfo(name, FileKind(kind), size, mode) for name, kind, size, mode in map(json.loads, lines)]
 
     async def pack(self, paths: Sequence[str]) -> bytes:
-        request = {"op": "pack", "paths": [self.absolute(path) for path in paths]}
-        return await self._file_call(request, 2 * self._spec.limits.disk)
+        most = 2 * self._spec.limits.disk
+        asked = json.dumps([self.absolute(path) for path in paths]).encode()
+        return await self._file_call({"op": "pack", "limit": most}, most, asked)
 
     async def unpack(self, tar: bytes) -> None:
         await self._file_call({"op": "unpack"}, 0, tar)
 
     async def diff(self, limit: int = 10_000) -> list[Change]:
-        lines = (await self._file_call({"op": "diff", "limit": limit}, limit * 8192)).decode("utf-8", "replace")
+        lines = (await self._file_call({"op": "diff", "limit": limit}, _MOST_LISTED)).decode("utf-8", "replace")
         return [
             Change(path, ChangeKind(change), FileKind(kind), size)
             for path, change, kind, size in map(json.loads, lines.splitlines())
@@ -337,7 +341,7 @@ class BwrapWorkspace(Workspace):
     async def _file_call(self, request: dict[str, Json], most: int, data: bytes = b"") -> bytes:
         """A call that moves bytes. Raises PathError with what the system said of a path, WorkspaceError."""
         with _Pipes(data, most, whole=True) as pipes:
-            call, name = self._ask(request, pipes.theirs()[:2])
+            call, name = await self._ask(request, pipes.theirs()[:2])
             await self._ended(call, name, _CALL_SECONDS)
             if call.code:
                 raise PathError(f"{request['op']}: a program in the workspace killed it {call.stopped}".rstrip())
@@ -347,12 +351,12 @@ class BwrapWorkspace(Workspace):
             return pipes.out.data()
 
     async def end_processes(self) -> None:
-        call, name = self._ask({"op": "end"}, ())
+        call, name = await self._ask({"op": "end"}, ())
         await self._ended(call, name, _CALL_SECONDS)
 
     async def snapshot(self) -> Snapshot:
         own = f"{self.id}-{self._count}"
-        call, name = self._ask({"op": "snapshot", "name": own}, ())
+        call, name = await self._ask({"op": "snapshot", "name": own}, ())
         await self._ended(call, name, _CALL_SECONDS)
         return self._provider.keep(Snapshot(self._provider.name, "+".join((own, *self.layers))))
 
@@ -372,29 +376,39 @@ class BwrapWorkspace(Workspace):
 
     def kill(self, name: int) -> None:
         """Kill what a request started."""
-        with contextlib.suppress(WorkspaceError):
-            self._count += 1
-            self._send({"op": "kill", "of": name, "id": self._count}, ())
+        self._count += 1
+        killing = asyncio.ensure_future(self._send({"op": "kill", "of": name, "id": self._count}, ()))
+        killing.add_done_callback(lambda task: task.cancelled() or task.exception())  # it is gone already
 
-    def _ask(self, request: dict[str, Json], fds: Sequence[int]) -> tuple["_Call", int]:
+    async def _ask(self, request: dict[str, Json], fds: Sequence[int]) -> tuple["_Call", int]:
+        """Send a request. Raises PathError for one that is too long, WorkspaceError."""
         self._count += 1
         name = self._count
         call = self._calls[name] = _Call(asyncio.get_running_loop().create_future())
         try:
-            self._send({**request, "id": name}, fds)
-        except WorkspaceError:
+            await self._send({**request, "id": name}, fds)
+        except BaseException:
             del self._calls[name]
             raise
         return call, name
 
-    def _send(self, request: dict[str, Json], fds: Sequence[int]) -> None:
-        if self._channel is None:
-            raise WorkspaceError(f"workspace {self.id}: {self._why or 'it is closed'}")
-        try:
-            socket.send_fds(self._channel, [json.dumps(request).encode("utf-8", "surrogateescape")], list(fds))
-        except OSError as error:
-            self._lose(f"its keeper is gone ({error.strerror})")
-            raise WorkspaceError(f"workspace {self.id}: {self._why}") from None
+    async def _send(self, request: dict[str, Json], fds: Sequence[int]) -> None:
+        data = json.dumps(request).encode()
+        if len(data) > _MOST_REQUEST:
+            raise PathError(f"{request['op']}: its arguments have more than {_MOST_REQUEST} bytes; use a file")
+        end = time.monotonic() + _CALL_SECONDS
+        while True:
+            if self._channel is None:
+                raise WorkspaceError(f"workspace {self.id}: {self._why or 'it is closed'}")
+            try:
+                socket.send_fds(self._channel, [data], list(fds))
+                return
+            except BlockingIOError:  # the keeper has much to do
+                if time.monotonic() > end:
+                    self._lose("its keeper takes no requests")
+                await asyncio.sleep(0.01)
+            except OSError as error:
+                self._lose(f"its keeper is gone ({error.strerror})")
 
     async def _ended(self, call: "_Call", name: int, seconds: float, *, killed: bool = False) -> bool:
         """Wait for the end of a request. True where it took longer than `seconds` and was killed, which is allowed
@@ -575,37 +589,22 @@ def _resolve(ready: "asyncio.Future[None]") -> None:
         ready.set_result(None)
 
 
-class _Kept:
-    """The beginning and the end of a stream, `most` bytes together. whole: keep the beginning alone."""
+class _Whole:
+    """A stream of at most `most` bytes; what is beyond is left out."""
 
-    def __init__(self, most: int, whole: bool) -> None:
-        self._most, self._whole = most, whole
-        self._head, self._tail = bytearray(), bytearray()
-        self._left_out = 0
+    def __init__(self, most: int) -> None:
+        self._most, self._data = most, bytearray()
+        self.cut = False
 
     def add(self, data: bytes) -> None:
         """Take what comes next."""
-        first = self._most if self._whole else self._most - self._most // 2
-        room = first - len(self._head)
-        self._head += data[:room]
-        rest = data[room:] if room > 0 else data
-        if self._whole:
-            self._left_out += len(rest)
-            return
-        self._tail += rest
-        if (over := len(self._tail) - self._most // 2) > 0:
-            del self._tail[:over]
-            self._left_out += over
-
-    @property
-    def cut(self) -> bool:
-        """Whether something was left out."""
-        return self._left_out > 0
+        room = self._most - len(self._data)
+        self._data += data[:room]
+        self.cut = self.cut or len(data) > room
 
     def data(self) -> bytes:
-        """What was kept, with a line where something is missing."""
-        gap = f"\n... {self._left_out} bytes left out ...\n".encode() if self._left_out and not self._whole else b""
-        return bytes(self._head) + gap + bytes(self._tail)
+        """What was kept."""
+        return bytes(self._data)
 
 
 class _Pipes:
@@ -614,7 +613,8 @@ class _Pipes:
     def __init__(self, stdin: bytes, most: int, *, whole: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
         self._stdin = memoryview(stdin)
-        self.out, self.err = _Kept(most, whole), _Kept(most, whole)
+        kind = _Whole if whole else HeadTail
+        self.out, self.err = kind(most), kind(most)
         self._fds: list[int] = []
         self._theirs: list[int] = []
 
@@ -650,7 +650,7 @@ class _Pipes:
         os.close(self._input)
         self._input = -1
 
-    def _take(self, fd: int, kept: _Kept) -> bool:
+    def _take(self, fd: int, kept: HeadTail | _Whole) -> bool:
         """Take what has come; False where nothing has."""
         try:
             data = os.read(fd, 1 << 18)

@@ -54,7 +54,7 @@ async def patch_of(workspace: Workspace) -> Patch:
 
 
 def difference(then: str, now: str, path: str) -> str:
-    """What differs between two texts, as one hunk of a unified difference: all from the first line that does to the last.
+    """What differs between two texts, as one hunk of a unified difference, from the first line that does to the last.
     Its time grows with the texts, which are a stranger's; that of the shortest difference grows with their square."""
     old, new = then.splitlines(), now.splitlines()
     same = 0

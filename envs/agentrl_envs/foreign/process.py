@@ -24,7 +24,7 @@ from typing import Any
 
 from agentrl.containment.process_tree import ProcessTree
 from agentrl.containment.threads import in_thread
-from agentrl.errors import InfrastructureError
+from agentrl.errors import EnvironmentLostError
 from agentrl.jsonable import Json
 
 RUNNER = Path(__file__).parent / "inside" / "runner.py"
@@ -44,7 +44,7 @@ MAIN = 0
 """The episode number of calls of the adapter itself."""
 
 
-class ForeignError(InfrastructureError):
+class ForeignError(EnvironmentLostError):
     """What a foreign environment did wrong, or its process: one line."""
 
 

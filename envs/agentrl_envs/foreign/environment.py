@@ -11,7 +11,7 @@ from typing import Any
 from agentrl.errors import UserError, nearest
 from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
-from agentrl.plugins.types import Json, Message, Reply, Session, Task, ToolResponse
+from agentrl.plugins.types import Json, Message, Reply, RewardParts, Session, Task, ToolResponse
 from agentrl_envs.conversation import check_generated
 from agentrl_envs.foreign.pool import Pool
 from agentrl_envs.foreign.process import Foreign, ForeignError, ForeignProcess
@@ -86,10 +86,8 @@ class ForeignEnvironment(Environment):
         variables: dict[str, str] | None = None,
     ) -> None:
         check_generated(self, source)
-        if processes < 1:
-            raise UserError(f"env.args.processes is {processes}: it must be 1 or more")
-        foreign = Foreign(_interpreter(python), module, args or {}, variables or {}, alone)
-        self._pool = Pool(foreign, processes, start_seconds)
+        foreign = foreign_of(python, module, args, processes, alone, variables, "env.args")
+        self._pool = Pool.shared(foreign, processes, start_seconds)
         described = self._pool.describe()
         self.name = described.get("name") or foreign.name
         self._sizes = _sizes(described, self.name)
@@ -125,6 +123,8 @@ class ForeignEnvironment(Environment):
         return Task(str(data.get("id", f"{split}-{index}")), {"split": split, "index": index, **data})
 
     async def create(self, session: Session, **create_kwargs: Json) -> Sequence[Message]:
+        if "play" in self._offers:
+            return _messages(session.task.data.get("messages"))
         process, number = await self._pool.take()
         session.state = episode = Episode(process, number)
         opened = await process.wait("open", number, dict(session.task.data), session.rng.getrandbits(32))
@@ -135,7 +135,12 @@ class ForeignEnvironment(Environment):
         return _messages(opened.get("messages"))
 
     async def execute(self, session: Session, message: Message) -> Reply:
-        episode: Episode = session.state
+        episode: Episode | None = session.state
+        if episode is None:
+            raise ForeignError(
+                f"{self.name} holds its conversations itself: give the recipe `agent: {{name: foreign, args: ...}}`, with "
+                "the arguments of env.args"
+            )
         said = await episode.ask("step", dict(message))
         if said is None:
             return Reply(done=True)
@@ -144,13 +149,22 @@ class ForeignEnvironment(Environment):
         return Reply(tuple(_messages(said)))
 
     def state_key(self, session: Session) -> str:
-        episode: Episode = session.state
-        return episode.state
+        episode: Episode | None = session.state
+        return "" if episode is None else episode.state
 
-    async def calc_reward(self, session: Session, **kwargs: Json) -> float | dict[str, float]:
-        episode: Episode = session.state
-        graded: float | dict[str, float] = await episode.ask("grade", list(session.messages))
-        return graded
+    async def calc_reward(self, session: Session, **kwargs: Json) -> float | RewardParts:
+        episode: Episode | None = session.state
+        if episode is None:
+            graded = None if session.outcome is None else session.outcome.returned
+        else:
+            graded = await episode.ask("grade", list(session.messages))
+        if not isinstance(graded, Mapping):
+            return {} if graded is None and episode is None else graded  # type: ignore[return-value]
+        if not isinstance(graded.get("rewards"), Mapping):
+            return graded
+        session.metrics.update(graded.get("metrics") or {})
+        seats = graded.get("seats") or {}
+        return {**graded["rewards"], **({"seats": seats} if seats else {})}
 
     async def release(self, session: Session, **kwargs: Json) -> None:
         episode: Episode | None = session.state
@@ -178,13 +192,28 @@ class ForeignEnvironment(Environment):
         await self._pool.close()
 
 
-def _interpreter(python: str) -> str:
+def foreign_of(
+    python: str,
+    module: str,
+    args: dict[str, Json] | None,
+    processes: int,
+    alone: bool,
+    variables: dict[str, str] | None,
+    where: str,
+) -> Foreign:
+    """What runs where, by the arguments of a recipe, at `where`. Raises UserError."""
+    if processes < 1:
+        raise UserError(f"{where}.processes is {processes}: it must be 1 or more")
+    return Foreign(_interpreter(python, where), module, args or {}, variables or {}, alone)
+
+
+def _interpreter(python: str, where: str) -> str:
     """The path of an interpreter. Raises UserError."""
     path = Path(python).expanduser()
     found = str(path.absolute()) if path.is_file() and os.access(path, os.X_OK) else shutil.which(python)
     if found is None:
         raise UserError(
-            f"env.args.python: there is no interpreter {python}: make its virtual environment (`agentrl env add`, or "
+            f"{where}.python: there is no interpreter {python}: make its virtual environment (`agentrl env add`, or "
             f"python -m venv), and give VENV/bin/python"
         )
     return found

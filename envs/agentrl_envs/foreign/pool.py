@@ -1,6 +1,7 @@
 """`Pool`: the processes of one foreign environment, and which of them serves which rollout."""
 
 import asyncio
+import json
 import threading
 from collections import deque
 from concurrent.futures import Future
@@ -10,6 +11,10 @@ from agentrl.containment.threads import DaemonThreads
 from agentrl.errors import UserError
 from agentrl.jsonable import Json
 from agentrl_envs.foreign.process import MAIN, Foreign, ForeignError, ForeignProcess
+
+
+_shared: "dict[str, Pool]" = {}  # those that are open, by what they run
+_opening = threading.Lock()
 
 
 class Pool:
@@ -27,6 +32,20 @@ class Pool:
         self._starts = DaemonThreads(f"foreign-{foreign.name}", most)
         self._first: ForeignProcess | None = None
         self._closed = False
+        self._users = 0
+
+    @classmethod
+    def shared(cls, foreign: Foreign, most: int, start_seconds: float) -> "Pool":
+        """The pool of `foreign`: an environment and the agent that plays it have one. Each closes it, and the last of
+        them ends its processes."""
+        key = json.dumps([foreign.python, foreign.module, foreign.args, foreign.variables, foreign.alone], default=str)
+        with _opening:
+            pool = _shared.get(key)
+            if pool is None or pool._closed:
+                pool = _shared[key] = cls(foreign, most, start_seconds)
+            pool._users += 1
+            pool._most = max(pool._most, most)
+            return pool
 
     def describe(self) -> dict[str, Any]:
         """What the adapter says of itself. Raises UserError."""
@@ -147,7 +166,11 @@ class Pool:
         return ends
 
     async def close(self) -> None:
-        """Kill them all, whatever they do."""
+        """Kill them all, whatever they do, where nobody else uses them."""
+        with _opening:
+            self._users -= 1
+            if self._users > 0:
+                return
         with self._lock:
             self._closed = True
             processes = [*self._rollouts, *([self._first] if self._first is not None else [])]

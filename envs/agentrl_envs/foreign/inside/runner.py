@@ -30,7 +30,7 @@ import traceback
 LARGEST = 32 << 20
 """Bytes of one answer."""
 _LINE = 400  # characters of an error
-_OPTIONAL = ("task", "demonstrate", "play", "close")  # methods that an adapter may leave out
+_OPTIONAL = ("task", "demonstrate", "play", "open")  # methods that an adapter may leave out
 MAIN = 0
 """The episode number of calls of the adapter itself."""
 
@@ -184,15 +184,11 @@ def _attribute(path):
     """The adapter that `module`, `module:name` or `file.py:name` names; `Adapter` where no name is given."""
     module, _, name = path.partition(":")
     if module.endswith(".py"):
-        folder = os.path.dirname(os.path.abspath(module))
-        sys.path.insert(0, folder)
+        sys.path.append(os.path.dirname(os.path.abspath(module)))  # last: an adapter may have its package's name
         spec = importlib.util.spec_from_file_location(os.path.basename(module)[:-3] + "_adapter", module)
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = loaded
-        try:
-            spec.loader.exec_module(loaded)
-        finally:
-            sys.path.remove(folder)
+        spec.loader.exec_module(loaded)
     else:
         loaded = importlib.import_module(module)
     return getattr(loaded, name or "Adapter")

@@ -139,8 +139,8 @@ class ForeignEnvironment(Environment):
         episode: Episode | None = session.state
         if episode is None:
             raise ForeignError(
-                f"{self.name} holds its conversations itself: give the recipe `agent: {{name: foreign, args: ...}}` with "
-                "the arguments of env.args"
+                f"{self.name} holds its conversations itself: give the recipe `agent: {{name: foreign, args: ...}}`, "
+                "with the arguments of env.args"
             )
         said = await episode.ask("step", dict(message))
         if said is None:

@@ -36,6 +36,7 @@ class Adapter:
     ) -> None:
         if path:
             sys.path.insert(0, os.path.abspath(path))
+            os.environ["PYTHONPATH"] = os.path.abspath(path)  # of the tool servers that it starts
         self.config = config
         self.env = load_environment(_config(config))
         self.tasks: dict[str, _Tasks] = {}

@@ -15,6 +15,7 @@ only the standard library, and runs on Python 3.10 and later.
 import asyncio
 import base64
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -89,7 +90,7 @@ class Runner:
         if self._is_async(call):
             self._loop.call_soon_threadsafe(self._start, number, call, episode, given)
         elif episode == MAIN or self._alone:
-            self._loop.call_soon_threadsafe(self._answer, number, lambda: self._call(call, episode, given))
+            self._loop.call_soon_threadsafe(self._answer, number, functools.partial(self._call, call, episode, given))
         else:
             lane = self._lanes.get(episode)
             if lane is None:
@@ -108,7 +109,7 @@ class Runner:
     def _work(self, lane: "queue.SimpleQueue[Any]") -> None:
         while (one := lane.get()) is not None:
             number, call, episode, given = one
-            self._answer(number, lambda call=call, episode=episode, given=given: self._call(call, episode, given))
+            self._answer(number, functools.partial(self._call, call, episode, given))
 
     def _start(self, number: int, call: str, episode: int, given: list[Any]) -> None:
         task = self._tasks[number] = self._loop.create_task(self._answer_async(number, call, episode, given))

@@ -1,7 +1,7 @@
 """verifiers 0.4, unchanged, in its own interpreter: its rollouts through our gateway, and its rewards back.
 
-The virtual environment is made by `agentrl env add verifiers tests/support/verifiers_tasks/echo_sums`; the tests find it
-by AGENTRL_VERIFIERS_VENV.
+The virtual environment is made by `agentrl env add verifiers tests/support/verifiers_tasks/echo_sums`; the tests find
+it by AGENTRL_VERIFIERS_VENV.
 """
 
 import json

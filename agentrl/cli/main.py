@@ -29,6 +29,7 @@ from agentrl.cli.compare import compare_command
 from agentrl.cli.continue_ import continue_command
 from agentrl.cli.data import data_command
 from agentrl.cli.doctor import doctor_command
+from agentrl.cli.env import env_app
 from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import LISTED, list_command, presets_command
 from agentrl.cli.new import new_app
@@ -115,6 +116,7 @@ app.command("continue")(continue_command)
 app.command("why")(why_command)
 app.command("view")(view_command)
 app.add_typer(new_app, name="new")
+app.add_typer(env_app, name="env")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)
 for _group, _what in LISTED.items():

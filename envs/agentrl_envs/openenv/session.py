@@ -134,8 +134,7 @@ def read(text: str) -> Json:
 
 def _ended(socket: aiohttp.ClientWebSocketResponse, message: aiohttp.WSMessage) -> str:
     if message.type is aiohttp.WSMsgType.ERROR:
-        error = socket.exception()
-        return f"broke the connection: {error or 'no reason given'}"
+        return f"broke the connection: {message.data or socket.exception() or 'no reason given'}"
     if message.type is aiohttp.WSMsgType.BINARY:
         return "sent bytes, where its protocol has texts"
     return f"closed the session (code {socket.close_code})"

@@ -10,6 +10,8 @@ import itertools
 import json
 import os
 import queue
+import random
+import re
 import shutil
 import tempfile
 import threading
@@ -24,6 +26,8 @@ HELD_OUT = 1_000_000_007
 """Where the seeds of held-out tasks begin."""
 SECONDS = 30.0
 """Time in which the browser must answer."""
+AGAIN_SECONDS = 3.0
+"""Time in which a page that was used before must show another file."""
 LINES = 200
 """The most elements that an observation lists."""
 FLAGS = (
@@ -40,6 +44,12 @@ _START = """(seed => {
   return document.getElementById('query').innerText;
 })(%d)"""
 _LOOK = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
+_QUOTED = re.compile(r'"([^"]+)"')
+STYLES = ("named", "random", "careless")
+CAREFUL = 0.4
+"""The share of careless clicks that are right for certain."""
+WIDGETS = {"textbox": "text"}
+"""What pages call a role that the browser calls otherwise."""
 _SKIPPED = frozenset(("RootWebArea", "InlineTextBox", "generic", "none", "paragraph", "LineBreak", "Section", "LabelText",
                       "MenuListPopup"))  # fmt: skip
 _KEYS = {"Enter": 13, "Tab": 9, "Backspace": 8, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37,
@@ -116,18 +126,39 @@ class Adapter:
         return Episode(self.browser, task)
 
 
+    def demonstrate(self, task: dict[str, Any], seed: int, style: str) -> list[dict[str, Any]]:
+        """A page played in a style: `named` clicks on the element whose role or name stands in quotes in what is asked,
+        `random` on any, `careless` on one or the other. Pages that ask for more have no demonstrations."""
+        if style not in STYLES:
+            raise ValueError(f"there is no style {style!r}: miniwob has {', '.join(STYLES)}")
+        rng, episode = random.Random(seed), self.open(task, seed)
+        try:
+            named = style == "named" or (style == "careless" and rng.random() < CAREFUL)
+            ref = episode.choose(rng, named)
+            result = episode.call("click", {"ref": ref})
+        finally:
+            episode.close()
+        call = {"type": "function", "function": {"name": "click", "arguments": {"ref": ref}}}
+        return [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": "click", "content": result["text"]},
+        ]
+
+
 class Episode:
     """A page while it is played."""
 
     def __init__(self, browser: "Browser", task: dict[str, Any]) -> None:
         self._browser = browser
-        self._page = browser.take()
         self._refs: dict[int, int] = {}  # the number of an element: the browser's
         self._done, self._reward = False, -1.0
-        url = (PAGES / f"{task['page']}.html").as_uri()
-        self._page.open(url)
-        said = self._page.value(_START % (_HIDDEN, task["seed"]))
-        self.messages = f"{said}\n{self._tree()}"
+        self._page = browser.opened((PAGES / f"{task['page']}.html").as_uri())
+        try:
+            said = self._page.value(_START % (_HIDDEN, task["seed"]))
+            self.messages = f"{said}\n{self._tree()}"
+        except BaseException:
+            self._page.close()  # nobody knows what it does now
+            raise
 
     def step(self, message: dict[str, Any]) -> None:
         """An answer without a call ends it."""
@@ -145,6 +176,19 @@ class Episode:
         self._reward = float(reward)
         return {"text": "The page is done.", "done": True}
 
+    def choose(self, rng: random.Random, named: bool) -> int:
+        """The number of an element to click on. Raises ValueError: none has the role or name that is asked for."""
+        asked, _, tree = self.messages.partition("\n")
+        lines = [line.partition("] ")[2] for line in tree.split("\n")]
+        if not named:
+            return rng.randrange(len(self._refs)) + 1
+        wanted = _QUOTED.search(asked)
+        for number, line in enumerate(lines, 1):
+            role, _, name = line.partition(" ")
+            if wanted and wanted.group(1) in (name.strip('"'), WIDGETS.get(role, role)):
+                return number
+        raise ValueError(f"this page has no demonstrations: {asked[:80]}")
+
     def _tree(self) -> str:
         """The page's elements, a line each: number, role, name and state."""
         nodes = _in_order(self._page.ask("Accessibility.getFullAXTree")["nodes"])
@@ -152,7 +196,7 @@ class Episode:
         self._refs, lines = {}, []
         for node in nodes:
             role, name = _value(node, "role"), _value(node, "name")
-            silent = node.get("ignored") or role in _SKIPPED or (role == "StaticText" and not name.strip())
+            silent = node.get("ignored") or "backendDOMNodeId" not in node or role in _SKIPPED or (role == "StaticText" and not name.strip())
             if silent or (role == "StaticText" and names.get(node.get("parentId"), "").strip() == name.strip()):
                 continue
             number = len(self._refs) + 1
@@ -301,7 +345,7 @@ class Browser:
         for waiting in list(self._waiting.values()):
             waiting.put({"gone": True})
 
-    def ask(self, method: str, session: str = "", **given: Any) -> Any:
+    def ask(self, method: str, session: str = "", seconds: float = SECONDS, **given: Any) -> Any:
         """The result of a command. Raises ProtocolError, and RuntimeError for a browser that does not answer."""
         number = next(self._numbers)
         message: dict[str, Any] = {"id": number, "method": method, "params": given}
@@ -314,9 +358,9 @@ class Browser:
             with self._writing:
                 while line:
                     line = line[os.write(self._out, line) :]
-            told = answer.get(timeout=SECONDS)
+            told = answer.get(timeout=seconds)
         except (OSError, queue.Empty):
-            raise RuntimeError(f"chromium did not answer {method} within {SECONDS:g} s") from None
+            raise RuntimeError(f"chromium did not answer {method} within {seconds:g} s") from None
         finally:
             self._waiting.pop(number, None)
         if "gone" in told:
@@ -325,11 +369,19 @@ class Browser:
             raise ProtocolError(f"{method}: {told['error'].get('message')}")
         return told["result"]
 
-    def take(self) -> "Page":
-        """A page that nobody uses."""
+    def opened(self, url: str) -> "Page":
+        """A page that shows a file. One that was used before may refuse to go on to another (those with jQuery's
+        autocompletion do): a new one takes its place."""
         with contextlib.suppress(queue.Empty):
-            return self._free.get_nowait()
-        return Page(self)
+            page = self._free.get_nowait()
+            try:
+                page.open(url, AGAIN_SECONDS)
+                return page
+            except RuntimeError:
+                page.close()
+        page = Page(self)
+        page.open(url, SECONDS)
+        return page
 
     def give_back(self, page: "Page") -> None:
         """Let another rollout have a page."""
@@ -343,6 +395,7 @@ class Page:
         self._browser = browser
         context = browser.ask("Target.createBrowserContext")["browserContextId"]
         target = browser.ask("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+        self._target = target
         self._session = browser.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.ask("Emulation.setFocusEmulationEnabled", enabled=True)
         self.ask("Emulation.setDeviceMetricsOverride", width=500, height=320, deviceScaleFactor=1, mobile=False)
@@ -351,7 +404,7 @@ class Page:
 
     def ask(self, method: str, **given: Any) -> Any:
         """The result of a command."""
-        return self._browser.ask(method, self._session, **given)
+        return self._browser.ask(method, self._session, SECONDS, **given)
 
     def value(self, script: str) -> Any:
         """The value of an expression. Raises RuntimeError."""
@@ -360,18 +413,23 @@ class Page:
             raise RuntimeError(str(found["exceptionDetails"].get("exception", {}).get("description"))[:300])
         return found["result"].get("value")
 
-    def open(self, url: str) -> None:
+    def close(self) -> None:
+        """Close it for good."""
+        with contextlib.suppress(ProtocolError, RuntimeError):
+            self._browser.ask("Target.closeTarget", targetId=self._target)
+
+    def open(self, url: str, seconds: float) -> None:
         """Load a page, and wait until it is ready. Raises RuntimeError."""
-        self.ask("Page.navigate", url="about:blank")
-        self.ask("Page.navigate", url=url)
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + seconds
+        for address in ("about:blank", url):
+            self._browser.ask("Page.navigate", self._session, seconds, url=address)
         ready = "document.readyState === 'complete' && typeof core === 'object' && !!core.cover_div && WOB_TASK_READY"
         while time.monotonic() < until:
             with contextlib.suppress(ProtocolError, RuntimeError):
                 if self.value(f"location.href === {json.dumps(url)} && {ready}"):
                     return
             time.sleep(0.005)
-        raise RuntimeError(f"{url} was not ready within {SECONDS:g} s")
+        raise RuntimeError(f"{url} was not ready within {seconds:g} s")
 
 
 def _high(ends: tuple[int, int]) -> tuple[int, int]:

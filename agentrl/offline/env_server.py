@@ -187,10 +187,10 @@ class EnvServer:
         app = web.Application(middlewares=[self._guard], client_max_size=MESSAGE_BYTES)
         app.router.add_get("/ws", self._ws)
         app.router.add_post("/mcp", self._mcp)
-        app.router.add_get("/health", lambda request: _answer({"status": "healthy"}))
+        app.router.add_get("/health", self._health)
         app.router.add_get("/metadata", self._metadata)
         app.router.add_get("/schema", self._schema)
-        app.router.add_get("/list_environments", lambda request: _answer([self._name]))
+        app.router.add_get("/list_environments", self._names)
         app.router.add_get("/{env}/splits", self._splits)
         for path in ("num_tasks", "task", "tasks", "task_range"):
             app.router.add_post(f"/{{env}}/{path}", self._tasks)
@@ -211,6 +211,12 @@ class EnvServer:
             return await handler(request)
         except RefusedError as error:
             return await _answer({"detail": str(error)}, 400)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return await _answer({"status": "healthy"})
+
+    async def _names(self, request: web.Request) -> web.Response:
+        return await _answer([self._name])
 
     async def _metadata(self, request: web.Request) -> web.Response:
         told = (type(self._stage.env).__doc__ or "").strip().split("\n")[0]

@@ -11,7 +11,6 @@ from agentrl_envs.foreign.environment import ForeignEnvironment
 
 from agentrl.errors import UserError
 from agentrl.recipe.sections.rollout import RolloutSection
-from agentrl.rollout.groups import roll_out
 from agentrl.testing import call, check_environment
 from agentrl.testing.play import Stage
 

@@ -58,7 +58,7 @@ class ForeignTool(Tool):
         if unknown := sorted({*said} - {"text", "images", "reward", "metrics", "done", "error"}):
             raise ForeignError(f"call() of {self.name} returned {unknown[0]!r}, which is no field of an answer")
         return ToolResponse(
-            said.get("text", ""), tuple(said.get("images") or ()), said.get("reward"), said.get("metrics"),
+            said.get("text", ""), tuple(said.get("images") or ()), said.get("reward"), said.get("metrics") or {},
             bool(said.get("done")), bool(said.get("error")),
         )  # fmt: skip
 
@@ -95,6 +95,7 @@ class ForeignEnvironment(Environment):
         parts = described.get("reward_parts")
         self.reward_parts = None if parts is None else tuple(map(str, parts))
         self._solved = described.get("solved", 1.0)
+        self.cannot = _lacking(described.get("cannot"))
         self._offers = frozenset(described.get("offers", ()))
         self._tools = {tool.name: tool for tool in map(ForeignTool, described.get("tools") or ())}
 
@@ -138,8 +139,8 @@ class ForeignEnvironment(Environment):
         episode: Episode | None = session.state
         if episode is None:
             raise ForeignError(
-                f"{self.name} holds its conversations itself: give the recipe `agent: {{name: foreign, args: ...}}`, with "
-                "the arguments of env.args"
+                f"{self.name} holds its conversations itself: give the recipe `agent: {{name: foreign, args: ...}}`, "
+                "with the arguments of env.args"
             )
         said = await episode.ask("step", dict(message))
         if said is None:
@@ -180,8 +181,8 @@ class ForeignEnvironment(Environment):
 
     def solved(self, rewards: Mapping[str, float], task: Task) -> bool:
         if isinstance(self._solved, Mapping):
-            return all(rewards.get(part, 0.0) >= least - 1e-6 for part, least in self._solved.items())
-        return sum(rewards.values()) >= self._solved - 1e-6
+            return all(rewards.get(part, 0.0) >= float(least) - 1e-6 for part, least in self._solved.items())
+        return sum(rewards.values()) >= float(self._solved) - 1e-6
 
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
         if "demonstrate" not in self._offers:
@@ -230,6 +231,11 @@ def _sizes(described: Mapping[str, Json], name: str) -> dict[str, int]:
         if not isinstance(size, int) or size < 0:
             raise UserError(f"{name}: describe() says that {split!r} has {size!r:.40} tasks; expected a number")
     return sizes
+
+
+def _lacking(given: object) -> dict[str, str]:
+    """What an adapter says that it does not carry, each in a line."""
+    return {str(what)[:60]: str(why)[:200] for what, why in given.items()} if isinstance(given, Mapping) else {}
 
 
 def _messages(said: object) -> list[Message]:

@@ -12,7 +12,6 @@ from agentrl.errors import UserError
 from agentrl.jsonable import Json
 from agentrl_envs.foreign.process import MAIN, Foreign, ForeignError, ForeignProcess
 
-
 _shared: "dict[str, Pool]" = {}  # those that are open, by what they run
 _opening = threading.Lock()
 

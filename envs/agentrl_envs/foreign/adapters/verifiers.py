@@ -1,7 +1,7 @@
 """verifiers 0.4 (`verifiers.v1`): tasksets, harnesses and environments, played by their own code.
 
-Each agent of an episode talks to the gateway under the rollout's key. An environment with several seats, or several runs
-of one, says by a header which seat a call is for, and that what an untrainable seat samples is not trained.
+Each agent of an episode talks to the gateway under the rollout's key. An environment with several seats, or several
+runs of one, says by a header which seat a call is for, and that what an untrainable seat samples is not trained.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _keys = itertools.count()
 class Adapter:
     """config: the environment's, as `[env]` of a run of verifiers: `taskset: {id: ...}`, `id`, seats by name. splits:
     what the taskset's config is for each held-out split (`{test: {split: test}}`); without any, the last `held_out`
-    tasks are `test`. most: tasks of a taskset that is infinite. path: a folder to import from."""
+    tasks, a fifth at most, are `test`. most: tasks of a taskset that is infinite. path: a folder to import from."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class Adapter:
     ) -> None:
         if path:
             sys.path.insert(0, os.path.abspath(path))
+            os.environ["PYTHONPATH"] = os.path.abspath(path)  # of the tool servers that it starts
         self.config = config
         self.env = load_environment(_config(config))
         self.tasks: dict[str, _Tasks] = {}
@@ -46,8 +47,8 @@ class Adapter:
                 self.tasks[split] = _Tasks(load_environment(_config({**config, "taskset": taskset})).taskset, most)
         else:
             every = _Tasks(self.env.taskset, most)
-            self.tasks["train"] = every.part(0, max(1, len(every) - held_out))
-            self.tasks["test"] = every.part(len(every) - min(held_out, len(every) - 1), len(every))
+            first = len(every) - min(held_out, len(every) // 5)
+            self.tasks["train"], self.tasks["test"] = every.part(0, first), every.part(first, len(every))
         self.serving: contextlib.AsyncExitStack | None = None
         self.starting = asyncio.Lock()
 
@@ -182,7 +183,9 @@ class _Seat:
         client = agent.ctx.client
         headers = {**client.headers, ROLE: seat, **({} if agent.trainable else {TRAIN: "0"})}
         if client.api_key_var.startswith("AGENTRL_API_KEY_"):  # else the seat has a model of its own
-            agent.ctx = vf.ModelContext(agent.ctx.model, client.model_copy(update={"headers": headers}), agent.ctx.sampling)
+            agent.ctx = vf.ModelContext(
+                agent.ctx.model, client.model_copy(update={"headers": headers}), agent.ctx.sampling
+            )
         return agent, seat
 
     async def run(self, task: Any, **options: Any) -> Any:

@@ -15,6 +15,7 @@ only the standard library, and runs on Python 3.10 and later.
 import asyncio
 import base64
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -26,6 +27,8 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
 
 LARGEST = 32 << 20
 """Bytes of one answer."""
@@ -38,28 +41,26 @@ MAIN = 0
 class Runner:
     """Serves one adapter. alone: its episodes run in the main thread, since there is one at a time."""
 
-    def __init__(self, channel):
+    def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self._writing = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        self._main = queue.SimpleQueue()
-        self._lanes = {}
-        self._tasks = {}
-        self._adapter = None
-        self._episodes = {}
+        self._lanes: dict[int, queue.SimpleQueue[Any]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._adapter: Any = None
+        self._episodes: dict[int, Any] = {}
         self._alone = False
 
-    def run(self, lines):
+    def run(self, lines: Iterator[bytes]) -> None:
         """Import the adapter, describe it, and serve its calls until the socket closes. lines: what is read."""
         begin = json.loads(next(lines))
         self._alone = begin.get("alone", False)
-        self._adapter = None
         self._answer(0, lambda: self._begin(begin))
         threading.Thread(target=self._read, args=(lines,), name="reader", daemon=True).start()
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _begin(self, begin):
+    def _begin(self, begin: dict[str, Any]) -> dict[str, Any]:
         self._adapter = _attribute(begin["module"])(**begin["args"])
         described = self._adapter.describe()
         if inspect.isawaitable(described):
@@ -69,7 +70,7 @@ class Runner:
         offers = [name for name in _OPTIONAL if callable(getattr(self._adapter, name, None))]
         return {**described, "offers": offers, "python": sys.version.split()[0], "pid": os.getpid()}
 
-    def _read(self, lines):
+    def _read(self, lines: Iterator[bytes]) -> None:
         for line in lines:
             told = json.loads(line)
             if "ping" in told:
@@ -80,16 +81,16 @@ class Runner:
                 self._take(told["id"], told["call"], told["episode"], told["given"])
         os._exit(0)  # nobody reads any more, whatever still runs here
 
-    def _cancel(self, number):
+    def _cancel(self, number: int) -> None:
         if number in self._tasks:
             self._tasks[number].cancel()
 
-    def _take(self, number, call, episode, given):
+    def _take(self, number: int, call: str, episode: int, given: list[Any]) -> None:
         """Put a call where it belongs: the event loop, the main thread, or the thread of its episode."""
         if self._is_async(call):
             self._loop.call_soon_threadsafe(self._start, number, call, episode, given)
         elif episode == MAIN or self._alone:
-            self._loop.call_soon_threadsafe(self._answer, number, lambda: self._call(call, episode, given))
+            self._loop.call_soon_threadsafe(self._answer, number, functools.partial(self._call, call, episode, given))
         else:
             lane = self._lanes.get(episode)
             if lane is None:
@@ -100,21 +101,21 @@ class Runner:
                 lane.put(None)
                 del self._lanes[episode]
 
-    def _is_async(self, call):
+    def _is_async(self, call: str) -> bool:
         """Whether a call awaits. An adapter is either async in its episodes or not, as its `open` or `play` says."""
         method = getattr(self._adapter, call if call in _OPTIONAL[:3] else "open", None)
         return inspect.iscoroutinefunction(method)
 
-    def _work(self, lane):
+    def _work(self, lane: "queue.SimpleQueue[Any]") -> None:
         while (one := lane.get()) is not None:
             number, call, episode, given = one
-            self._answer(number, lambda call=call, episode=episode, given=given: self._call(call, episode, given))
+            self._answer(number, functools.partial(self._call, call, episode, given))
 
-    def _start(self, number, call, episode, given):
+    def _start(self, number: int, call: str, episode: int, given: list[Any]) -> None:
         task = self._tasks[number] = self._loop.create_task(self._answer_async(number, call, episode, given))
         task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
-    async def _answer_async(self, number, call, episode, given):
+    async def _answer_async(self, number: int, call: str, episode: int, given: list[Any]) -> None:
         try:
             value = self._call(call, episode, given)
             while inspect.isawaitable(value):
@@ -123,18 +124,18 @@ class Runner:
         except BaseException as error:  # noqa: BLE001 - the boundary of the process
             self._fail(number, error)
 
-    def _answer(self, number, work):
+    def _answer(self, number: int, work: Callable[[], Any]) -> None:
         try:
             self._send({"id": number, "value": work()})
         except BaseException as error:  # noqa: BLE001 - the boundary of the process: an adapter may raise anything
             self._fail(number, error)
 
-    def _fail(self, number, error):
+    def _fail(self, number: int, error: BaseException) -> None:
         line = _line(error)
         traceback.print_exception(type(error), error, error.__traceback__)
         self._send({"id": number, "error": line})
 
-    def _call(self, call, number, given):
+    def _call(self, call: str, number: int, given: list[Any]) -> Any:
         """What the adapter or an episode returns."""
         if call in _OPTIONAL[:3]:
             return getattr(self._adapter, call)(*given)
@@ -147,7 +148,7 @@ class Runner:
         episode = self._episodes[number]
         return self._with_state(episode, getattr(episode, call), given)
 
-    def _opened(self, number, episode):
+    def _opened(self, number: int, episode: Any) -> Any:
         if inspect.isawaitable(episode):
             return self._opened_later(number, episode)
         if not callable(getattr(episode, "grade", None)):
@@ -157,20 +158,20 @@ class Runner:
         tools = getattr(episode, "tools", None)
         return answer if tools is None else {**answer, "tools": tools}
 
-    async def _opened_later(self, number, episode):
+    async def _opened_later(self, number: int, episode: Any) -> Any:
         return self._opened(number, await episode)
 
-    def _with_state(self, episode, method, given):
+    def _with_state(self, episode: Any, method: Callable[..., Any], given: list[Any]) -> Any:
         """What a method returns, and how the episode names the state that it is in now."""
         value = method(*given[: _most_arguments(method)])
         if inspect.isawaitable(value):
             return self._with_state_later(episode, value)
         return {"value": value, "state": getattr(episode, "state", None)}
 
-    async def _with_state_later(self, episode, value):
+    async def _with_state_later(self, episode: Any, value: Any) -> Any:
         return {"value": await value, "state": getattr(episode, "state", None)}
 
-    def _send(self, answer):
+    def _send(self, answer: dict[str, Any]) -> None:
         line = json.dumps(answer, default=_jsonable).encode("utf-8", "surrogatepass")
         if len(line) > LARGEST:
             line = json.dumps(
@@ -180,12 +181,14 @@ class Runner:
             self._channel.sendall(line + b"\n")
 
 
-def _attribute(path):
+def _attribute(path: str) -> Any:
     """The adapter that `module`, `module:name` or `file.py:name` names; `Adapter` where no name is given."""
     module, _, name = path.partition(":")
     if module.endswith(".py"):
         sys.path.append(os.path.dirname(os.path.abspath(module)))  # last: an adapter may have its package's name
         spec = importlib.util.spec_from_file_location(os.path.basename(module)[:-3] + "_adapter", module)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{module} is no Python file")
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = loaded
         spec.loader.exec_module(loaded)
@@ -194,7 +197,7 @@ def _attribute(path):
     return getattr(loaded, name or "Adapter")
 
 
-def _most_arguments(method):
+def _most_arguments(method: Callable[..., Any]) -> "int | None":
     """How many arguments a method takes; what it does not ask for, it is not given."""
     try:
         parameters = inspect.signature(method).parameters.values()
@@ -205,7 +208,7 @@ def _most_arguments(method):
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _jsonable(value):
+def _jsonable(value: Any) -> Any:
     """What JSON has no word for: numbers and arrays of numpy, bytes of images, sets, dataclasses."""
     if isinstance(value, (bytes, bytearray)):
         kind = "jpeg" if value[:2] == b"\xff\xd8" else "png"
@@ -221,7 +224,7 @@ def _jsonable(value):
     raise TypeError(f"it returned {type(value).__name__}, which JSON cannot hold")
 
 
-def _line(error):
+def _line(error: BaseException) -> str:
     """An exception as one line: its type, its text, and the line of code outside of this file that it comes from."""
     try:
         text = " ".join(str(error).split())[:_LINE]
@@ -234,13 +237,13 @@ def _line(error):
     return (f"{name}: {text}" if text else name) + place
 
 
-def _lines(channel):
+def _lines(channel: socket.socket) -> Iterator[bytes]:
     """The lines that come over a socket, until it closes."""
     with channel.makefile("rb") as stream:
         yield from stream
 
 
-def main():
+def main() -> None:
     """Connect, and serve."""
     path, folder = sys.argv[1:]
     sys.path[0] = folder  # in place of this file's folder

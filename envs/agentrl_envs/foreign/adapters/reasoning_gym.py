@@ -4,6 +4,7 @@ A task is an entry of a set: its question is the opening, and the first answer e
 """
 
 import json
+import random
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,8 @@ from reasoning_gym.utils import extract_answer
 
 HELD_OUT = 1_000_003
 """Added to the seed for held-out tasks."""
+CARELESS = 0.5
+"""The share of careless answers that belong to another question."""
 _EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
 """Where entries keep an answer that is right beside others, and `answer` is None."""
 _ITSELF = ("composite",)  # a set of sets, which `dataset` does better
@@ -99,7 +102,14 @@ class Adapter:
         return Question(made, entry, self.opening, self.tag)
 
     def demonstrate(self, task: dict[str, Any], seed: int, style: str) -> list[dict[str, Any]]:
-        """The answer that is stored with the question. Raises ValueError: none is."""
+        """The answer that is stored with the question (`stored`), or half of the time that of another question
+        (`careless`). Raises ValueError: none is."""
+        if style not in ("stored", "careless"):
+            raise ValueError(f"there is no style {style!r}: reasoning-gym has stored and careless")
+        rng = random.Random(seed)
+        if style == "careless" and rng.random() < CARELESS:
+            step = len(self.kinds) * rng.randrange(1, 1 + self.sizes[task["split"]] // len(self.kinds))
+            task = {**task, "index": (task["index"] + step) % self.sizes[task["split"]]}
         answer = stored_answer(self._entry(task)[1])
         if answer is None:
             raise ValueError(f"the set {task['set']!r} stores no answers: whether one is right, its scorer tells")

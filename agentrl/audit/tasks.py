@@ -1,0 +1,229 @@
+"""Findings about tasks alone: twice, near held-out ones, unsteady, too long; and about the schemas of tools."""
+
+import json
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+
+from agentrl.audit.answer import Oracle
+from agentrl.audit.finding import Finding, Severity, found
+from agentrl.audit.policy import plain
+from agentrl.audit.subject import shortened, text_of
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Message, Task
+
+GRAM = 8
+"""Words of an n-gram."""
+COMMON = 0.02
+"""An n-gram of more than this share of the tasks is the template's."""
+NEAR = 0.6
+"""A held-out task is near a training one that holds this share of its n-grams."""
+FEWEST = 4
+"""N-grams of its own that a task needs to be compared."""
+TWICE = 0.05
+"""Share of a split's tasks that may open like another one."""
+ROOM = 0.75
+"""Share of the tokens of a rollout that an opening may take."""
+CHARACTERS = 4.0
+"""Of a token, where no tokenizer is known."""
+
+
+def split_findings(splits: Mapping[str, Sequence[tuple[Task, str]]], oracle: Oracle) -> list[Finding]:
+    """Tasks that come twice, contradict each other, or stand in two splits. splits: each with what its tasks ask."""
+    found_ones: list[Finding] = []
+    for split, tasks in splits.items():
+        found_ones += _ids(split, tasks)
+        found_ones += _twice(split, tasks, oracle)
+    train = splits.get("train", ())
+    for split, tasks in splits.items():
+        if split != "train":
+            found_ones += _held_out(split, tasks, train)
+    return found_ones
+
+
+def _ids(split: str, tasks: Sequence[tuple[Task, str]]) -> list[Finding]:
+    counts = Counter(task.id for task, _ in tasks)
+    again = [name for name, count in counts.items() if count > 1]
+    if not again:
+        return []
+    return [found("twice", Severity.HIGH, f"{split}: {len(again):,} ids are those of several tasks", again)]
+
+
+def _twice(split: str, tasks: Sequence[tuple[Task, str]], oracle: Oracle) -> list[Finding]:
+    groups: defaultdict[str, list[Task]] = defaultdict(list)
+    for task, text in tasks:
+        groups[" ".join(text.split())].append(task)
+    groups.pop("", None)
+    several = [group for group in groups.values() if len(group) > 1]
+    findings: list[Finding] = []
+    apart = [group for group in several if len({_answers(oracle, task) for task in group}) > 1]
+    if apart:
+        first = apart[0]
+        shown = " | ".join(f"{task.id}: {shortened(', '.join(oracle.truths(task)), 80)}" for task in first[:4])
+        line = f"{split}: {len(apart):,} openings come with different stored answers"
+        findings.append(found("contradictory", Severity.HIGH, line, [task.id for task in first], shown))
+    copies = sum(len(group) - 1 for group in several)
+    if copies and copies / len(tasks) >= TWICE:
+        severity = Severity.HIGH if copies / len(tasks) >= 0.5 else Severity.MEDIUM
+        line = f"{split}: {copies:,} of {len(tasks):,} tasks ask what another one asks"
+        findings.append(found("twice", severity, line, [task.id for group in several for task in group]))
+    return findings
+
+
+def _answers(oracle: Oracle, task: Task) -> tuple[str, ...]:
+    return tuple(sorted(map(plain, oracle.truths(task))))
+
+
+def _held_out(split: str, tasks: Sequence[tuple[Task, str]], train: Sequence[tuple[Task, str]]) -> list[Finding]:
+    known: dict[str, str] = {}
+    for task, text in train:
+        known.setdefault(" ".join(text.split()), task.id)
+    known.pop("", None)
+    same = [(task.id, known[" ".join(text.split())]) for task, text in tasks if " ".join(text.split()) in known]
+    findings: list[Finding] = []
+    if same:
+        severity = Severity.HIGH if len(same) / len(tasks) >= 0.02 else Severity.MEDIUM
+        line = f"{split}: {len(same):,} of {len(tasks):,} tasks ask what a task of train asks"
+        findings.append(found("held_out", severity, line, [one for pair in same for one in pair]))
+    near = near_pairs(tasks, train, {name for name, _ in same})
+    if near and len(near) / len(tasks) >= 0.02:
+        severity = Severity.HIGH if len(near) / len(tasks) >= 0.1 else Severity.MEDIUM
+        line = (
+            f"{split}: {len(near):,} of {len(tasks):,} tasks share {NEAR:.0%} or more of their n-grams of {GRAM} words "
+            "with one task of train"
+        )
+        findings.append(found("held_out", severity, line, [one for pair in near for one in pair]))
+    return findings
+
+
+def near_pairs(
+    tasks: Sequence[tuple[Task, str]], train: Sequence[tuple[Task, str]], without: Collection[str] = ()
+) -> list[tuple[str, str]]:
+    """Held-out tasks, each with the training task that holds most of its n-grams, where that is NEAR or more. What many
+    tasks share is their template, and does not count."""
+    grams = {id(task): _grams(text) for task, text in (*tasks, *train)}
+    counts = Counter(gram for task, _ in (*tasks, *train) for gram in grams[id(task)])
+    most = max(3, COMMON * (len(tasks) + len(train)))
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for task, _ in train:
+        for gram in grams[id(task)]:
+            if counts[gram] <= most:
+                holders[gram].append(task.id)
+    pairs = []
+    for task, _ in tasks:
+        own = [gram for gram in grams[id(task)] if counts[gram] <= most]
+        if task.id in without or len(own) < FEWEST:
+            continue
+        hits = Counter(holder for gram in own for holder in holders.get(gram, ()))
+        if hits and hits.most_common(1)[0][1] / len(own) >= NEAR:
+            pairs.append((task.id, hits.most_common(1)[0][0]))
+    return pairs
+
+
+def _grams(text: str) -> set[int]:
+    words = re.findall(r"\w+", text.lower())
+    return {hash(tuple(words[i : i + GRAM])) for i in range(len(words) - GRAM + 1)}
+
+
+def asked(tasks: Sequence[Task], openings: Mapping[str, Sequence[Message]], most: int, seconds: float) -> list[
+    tuple[Task, str]
+]:
+    """What the first `most` tasks of a split ask: the fields of their data that openings show, so that no opening has
+    to be made; or the openings, where no field is shown."""
+    end = time.monotonic() + seconds
+    some = [task for task in tasks[: min(len(tasks), 16)] if openings.get(task.id)]
+    fields = _shown_fields(some, openings)
+    if not fields:
+        return [(task, opening_text(openings[task.id])) for task in some]
+    looked = []
+    for index in range(min(len(tasks), most)):
+        if index % 64 == 0 and time.monotonic() > end:
+            break
+        task = tasks[index]
+        looked.append((task, "\n".join(_text(task.data.get(name)) for name in fields)))
+    return looked
+
+
+def opening_text(messages: Sequence[Message]) -> str:
+    """What an opening says, without its system message."""
+    return "\n".join(text_of(message) for message in messages if message["role"] != "system")
+
+
+def _shown_fields(tasks: Sequence[Task], openings: Mapping[str, Sequence[Message]]) -> list[str]:
+    if not tasks:
+        return []
+    shown = []
+    for name in tasks[0].data:
+        texts = [_text(task.data.get(name)) for task in tasks]
+        if all(text and text in opening_text(openings[task.id]) for task, text in zip(tasks, texts, strict=True)):
+            shown.append(name)
+    whole = max((len(opening_text(openings[task.id])) for task in tasks), default=0)
+    covered = max((sum(len(_text(task.data.get(name))) for name in shown) for task in tasks), default=0)
+    return shown if whole and covered >= 0.3 * whole else []
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list) and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
+        return "\n".join(m["content"] for m in value if m.get("role") != "system")
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
+
+
+def length_findings(lengths: Mapping[str, int], most: int, counted: bool) -> list[Finding]:
+    """Openings that leave little room. lengths: tokens by task. counted: by a tokenizer, and not estimated."""
+    long = sorted((task for task in lengths if lengths[task] > ROOM * most), key=lambda task: -lengths[task])
+    if not long:
+        return []
+    over = [task for task in long if lengths[task] >= most]
+    how = "" if counted else " (estimated: no tokenizer is known)"
+    severity = Severity.HIGH if len(over) * 2 > len(lengths) and counted else Severity.MEDIUM
+    line = (
+        f"{len(long):,} of {len(lengths):,} openings take more than {ROOM:.0%} of the {most:,} tokens of a rollout, "
+        f"{len(over):,} do not fit at all; the longest has {lengths[long[0]]:,}{how}"
+    )
+    return [found("long_prompt", severity, line, long)]
+
+
+_VAGUE = re.compile(r"(x|y|z|a|b|s|n|arg\d*|args|param\d*|p\d|val(ue)?\d*|data\d*|input\d*|foo|bar|tmp|thing|stuff)$")
+_VAGUE_TOOL = re.compile(r"(tool\d*|func(tion)?\d*|f\d*|do|run_?it|helper\d*|call\d*|action\d*|foo|bar|util\d*|t\d*)$")
+
+
+def schema_findings(tools: Sequence[Tool]) -> list[Finding]:
+    """What a model cannot know from the schemas of tools."""
+    findings: list[Finding] = []
+    for tool in tools:
+        findings += _schema(tool)
+    for a, b in combinations(tools, 2):
+        if re.sub(r"[\W_]", "", a.name.lower()) == re.sub(r"[\W_]", "", b.name.lower()):
+            line = f"the tools {a.name!r} and {b.name!r} have names that are read alike"
+            findings.append(found("schema", Severity.MEDIUM, line))
+        elif a.description.strip() and a.description.strip() == b.description.strip():
+            line = f"the tools {a.name!r} and {b.name!r} have one description"
+            findings.append(found("schema", Severity.MEDIUM, line))
+    return findings
+
+
+def _schema(tool: Tool) -> list[Finding]:
+    findings: list[Finding] = []
+
+    def note(severity: Severity, line: str) -> None:
+        findings.append(found("schema", severity, f"tool {tool.name!r}: {line}"))
+
+    if not tool.description.strip():
+        note(Severity.MEDIUM, "it has no description")
+    elif _VAGUE_TOOL.fullmatch(tool.name) and len(tool.description) < 20:
+        note(Severity.MEDIUM, "its name says nothing, and its description little")
+    for name, schema in tool.parameters.get("properties", {}).items():
+        if not isinstance(schema, Mapping) or not (schema.keys() & {"type", "enum", "anyOf", "oneOf", "$ref", "const"}):
+            note(Severity.MEDIUM, f"the parameter {name!r} has no type")
+        elif schema.get("type") == "array" and "items" not in schema:
+            note(Severity.LOW, f"the parameter {name!r} does not say what its list holds")
+        elif schema.get("type") == "object" and not schema.keys() & {"properties", "additionalProperties"}:
+            note(Severity.LOW, f"the parameter {name!r} does not say what its object holds")
+        if isinstance(schema, Mapping) and not str(schema.get("description", "")).strip():
+            if _VAGUE.fullmatch(name):
+                note(Severity.MEDIUM, f"the parameter {name!r} has a name that says nothing, and no description")
+            elif len(tool.parameters["properties"]) > 1 or name not in tool.description.lower():
+                note(Severity.LOW, f"the parameter {name!r} has no description")
+    return findings

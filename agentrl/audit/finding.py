@@ -168,7 +168,7 @@ class Report:
                 rows[row.policy] = row
         return list(rows.values())
 
-    def written(self) -> dict[str, Json]:
+    def json(self) -> dict[str, Json]:
         """The report as JSON."""
         return {
             "version": VERSION,

@@ -25,10 +25,12 @@ FORMS = (
     "{x}", "#### {x}", "\\boxed{{{x}}}", "<answer>{x}</answer>", "Answer: {x}", "The answer is {x}.",
     '{{"answer": "{x}"}}', "```\n{x}\n```", "```python\n{x}\n```",
 )  # fmt: skip
-_ASIDE = re.compile(r"(^|\.)(id|uid|index|split|seed|kind|source|row|task_id|data_source|ability|level|difficulty)$")
+ASIDE = re.compile(r"(^|\.)(id|uid|index|split|seed|kind|source|row|task_id|data_source|ability|level|difficulty)$")
+"""Names of fields that say where a task comes from."""
 _LONG = 4_000  # characters of a stored answer
 _FIELDS = 10  # that are tried
 _PROBED = 4  # tasks
+_AFRESH = 2  # fields that are tried in an environment made anew
 COUNTED = 2_000
 """Tasks whose stored answers are counted."""
 
@@ -177,7 +179,7 @@ def fields_of(tasks: Sequence[Task]) -> list[str]:
     shared: dict[str, int] = Counter(path for task in tasks for path, _ in dict(leaves(task)).items())
     every = [path for path, count in shared.items() if count == len(tasks)]
     named = [path for path in every if NAMES.search(path.rpartition(".")[2].lower())]
-    rest = [path for path in every if path not in named and not _ASIDE.search(path)]
+    rest = [path for path in every if path not in named and not ASIDE.search(path)]
     return [*named, *rest]
 
 
@@ -209,7 +211,8 @@ async def find_oracle(subject: Subject, tasks: Sequence[Task], until: float) -> 
             return _with_form(oracle, looked, turns)
     if overridden(env, "solve") and subject.workspaces is not None:
         return Oracle("solve", environment=env)
-    return await _stored(subject, looked, until)
+    oracle = await _stored(subject, looked, until)
+    return oracle if oracle.origin else await _stored_afresh(subject, looked, until)
 
 
 def overridden(env: Environment, hook: str) -> bool:
@@ -270,6 +273,24 @@ async def _stored(subject: Subject, tasks: Sequence[Task], until: float) -> Orac
             if key[0] == 1.0 and _score(base)[0] < 1.0:
                 return oracle
     return best
+
+
+async def _stored_afresh(subject: Subject, tasks: Sequence[Task], until: float) -> Oracle:
+    """As `_stored`, each attempt in an environment made anew: what earlier rollouts left may keep it from paying."""
+    forms = forms_of(subject.tools_of(tasks[0])) if tasks else []
+    for path in fields_of(tasks)[:_AFRESH]:
+        for form in forms:
+            if time.monotonic() > until:
+                return Oracle(environment=subject.env)
+            oracle = Oracle(path, form, path, subject.env)
+            fresh = await subject.again()
+            try:
+                play = (await _tried(fresh, tasks[:1], oracle.script))[0]
+            finally:
+                await fresh.close()
+            if play.solved:
+                return oracle
+    return Oracle(environment=subject.env)
 
 
 async def _tried(subject: Subject, tasks: Sequence[Task], script: Callable[[Task], Any]) -> list[Play]:

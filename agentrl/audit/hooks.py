@@ -21,6 +21,7 @@ SLOW, VERY_SLOW = 2.0, 10.0
 MEET = 1.0
 """Seconds for which rollouts that are to run at the same time wait for each other."""
 _GROWTH_ROUNDS = 2
+_OBJECTS = 3  # environments that an audit makes, at least: what each leaves is there as often
 _SERIES = 8  # plays of one rollout, where it is to be seen what makes it differ
 
 
@@ -265,9 +266,9 @@ class Traces:
         if left := self.processes - before.processes:
             names = ", ".join(sorted({_command(pid) for pid in left}))
             line = f"{len(left)} processes still run after `close`: {names}"
-            findings.append(found("left_behind", Severity.MEDIUM, line))
+            findings.append(found("left_behind", Severity.MEDIUM if len(left) >= _OBJECTS else Severity.LOW, line))
         alive = [t for t in threading.enumerate() if t.ident in self.threads - before.threads]
-        if alive:
+        if len(alive) >= _OBJECTS:
             line = f"{len(alive)} threads still run after `close`: {', '.join(sorted({t.name for t in alive})[:5])}"
             findings.append(found("left_behind", Severity.MEDIUM, line))
         if files := sorted(self.files - before.files):

@@ -32,6 +32,8 @@ class Ledger:
     """By task the reward of each attempt."""
     parts: defaultdict[str, set[float]] = field(default_factory=lambda: defaultdict(set))
     """By part of the reward its values."""
+    seen: bool = False
+    """Whether a rollout was entered already."""
     notes: dict[str, list[Finding]] = field(default_factory=dict)
     """By policy what was found, of which the worst is reported."""
 
@@ -40,8 +42,11 @@ class Ledger:
         good = [play for play in plays if play.ok]
         for play in good:
             self.by_task[play.task.id][f"{policy}: {attempt}"] = play.reward
-            for part, value in play.trajectory.rewards.items():
-                self.parts[part].add(round(value, 9))
+            for part in self.parts.keys() | play.trajectory.rewards.keys():
+                if part not in self.parts and self.seen:
+                    self.parts[part].add(0.0)  # it was left out before
+                self.parts[part].add(round(play.trajectory.rewards.get(part, 0.0), 9))
+            self.seen = True
         count = len(good)
         reward = sum(play.reward for play in good) / count if count else 0.0
         solved = sum(play.solved for play in good) / count if count else 0.0
@@ -141,7 +146,8 @@ async def near_findings(
         taken = [play for play in plays if play.solved]
         if not taken or row.solved < STEER.medium or len(plays) < 2:
             continue
-        severity = Severity.HIGH if row.solved >= 0.5 else Severity.MEDIUM
+        severe = row.solved >= 0.5 and name != "its negative"  # the usual normalizations drop signs
+        severity = Severity.HIGH if severe else Severity.MEDIUM
         ids = [play.task.id for play in taken]
         line = f"{name} is taken for the right answer in {len(taken)} of {len(plays)} tasks"
         ledger.note("wrong_answer", found("wrong_answer", severity, line, ids, said[id(taken[0])]))

@@ -21,7 +21,7 @@ from agentrl.audit.policy import Attempt, Knowledge, attempts
 from agentrl.audit.reach import calling_findings, distribution_findings, reach_findings, unused_findings
 from agentrl.audit.rewards import Ledger, judge, near_findings, oracle_findings, sameness_findings
 from agentrl.audit.subject import Make, Play, Script, Subject, text_of
-from agentrl.audit.tasks import CHARACTERS, asked, length_findings, schema_findings, split_findings
+from agentrl.audit.tasks import CHARACTERS, asked, hides, length_findings, schema_findings, split_findings
 from agentrl.audit.tampering import tampering_findings
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.tool import Tool
@@ -196,24 +196,27 @@ async def _openings(run: Audit, splits: Mapping[str, Sequence[Task]]) -> Sequenc
         except UserError as error:
             failed.setdefault(re.sub(re.escape(task.id), "...", str(error)), []).append(task.id)
     findings += [found("fails", Severity.HIGH, line, ids) for line, ids in failed.items()]
-    findings += _same_tasks(run, splits)
+    findings += await _same_tasks(run, splits)
     return findings
 
 
-def _same_tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
+async def _same_tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
     """Whether an environment made anew has the same tasks."""
     run.told.at("making the environment again")
-    other = run.subject.make()
+    other = await run.subject.again()
     findings = []
-    for split, tasks in splits.items():
-        for env, how in ((run.subject.env, "asked for twice"), (other, "of an environment made anew")):
-            again = env.tasks(split)
-            looked = range(min(len(tasks), len(again), 64))
-            changed = [tasks[i].id for i in looked if (tasks[i].id, tasks[i].data) != (again[i].id, again[i].data)]
-            if changed or len(again) != len(tasks):
-                line = f"{split}: the tasks {how} are others ({len(changed)} of the first {len(looked)})"
-                findings.append(found("unsteady_tasks", Severity.HIGH, line, changed))
-                break
+    try:
+        for split, tasks in splits.items():
+            for env, how in ((run.subject, "asked for twice"), (other, "of an environment made anew")):
+                again = env.tasks(split)
+                looked = range(min(len(tasks), len(again), 64))
+                changed = [tasks[i].id for i in looked if (tasks[i].id, tasks[i].data) != (again[i].id, again[i].data)]
+                if changed or len(again) != len(tasks):
+                    line = f"{split}: the tasks {how} are others ({len(changed)} of the first {len(looked)})"
+                    findings.append(found("unsteady_tasks", Severity.HIGH, line, changed))
+                    break
+    finally:
+        await other.close()
     return findings
 
 
@@ -232,8 +235,14 @@ async def _oracle(run: Audit) -> Sequence[Finding]:
 
 def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
     seconds = min(2.0, run.left / 20)
+    first = run.looked[0]
+    hiding = hides(run.subject.env, first, run.openings.get(first.id, ()))
     return split_findings(
-        {split: asked(tasks, run.openings, LOOKED, seconds) for split, tasks in splits.items()}, run.oracle
+        {
+            split: asked(tasks, run.openings, run.oracle, hiding, LOOKED, seconds)
+            for split, tasks in splits.items()
+        },
+        run.oracle,
     )
 
 
@@ -243,9 +252,11 @@ def _lengths(run: Audit, tools: Mapping[str, Tool]) -> list[Finding]:
     for task in run.looked:
         if messages := run.openings.get(task.id):
             offered = run.subject.tools_of(task)
-            if run.measure is not None:
-                lengths[task.id] = run.measure(messages, offered)
-            else:
+            try:
+                lengths[task.id] = run.measure(messages, offered) if run.measure is not None else 0
+            except UserError:  # images, say, that this tokenizer has no place for
+                run.measure = None
+            if run.measure is None:
                 text = "".join(map(text_of, messages)) + "".join(str(tool.schema) for tool in offered.values())
                 lengths[task.id] = int(len(text) / CHARACTERS)
     return length_findings(lengths, most, run.measure is not None) if most < NO_LIMIT else []

@@ -150,13 +150,18 @@ class Clock:
     async def watch(self, request: AsyncRolloutRequest) -> None:
         """Note where the loop stands still, until it is cancelled."""
         before = time.monotonic()
-        while True:
-            where = request.main.at[1]
-            await asyncio.sleep(_BEAT)
-            now = time.monotonic()
-            if now - before - _BEAT > GAP:
-                self.gaps[where if where != "driver" else request.main.at[1]].append(now - before - _BEAT)
-            before = now
+        try:
+            while True:
+                await asyncio.sleep(_BEAT)
+                self._note_gap(before, request)
+                before = time.monotonic()
+        finally:
+            self._note_gap(before, request)
+
+    def _note_gap(self, before: float, request: AsyncRolloutRequest) -> None:
+        gap = time.monotonic() - before - _BEAT
+        if gap > GAP:
+            self.gaps[request.main.at[1]].append(gap)
 
 
 @dataclass(slots=True)
@@ -258,7 +263,7 @@ class Subject:
         watching = asyncio.create_task(self.clock.watch(request)) if timed else None
         try:
             trajectory = await stage.driver.drive(request)
-            await asyncio.sleep(2 * _BEAT if timed else 0)
+            await asyncio.sleep(0)
         finally:
             if watching is not None:
                 watching.cancel()

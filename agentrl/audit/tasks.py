@@ -4,20 +4,22 @@ import json
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 
-from agentrl.audit.answer import Oracle
+from agentrl.audit.answer import ASIDE, Oracle, overridden
 from agentrl.audit.finding import Finding, Severity, found
 from agentrl.audit.policy import plain
 from agentrl.audit.subject import shortened, text_of
+from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Task
 
 GRAM = 8
 """Words of an n-gram."""
-COMMON = 0.02
-"""An n-gram of more than this share of the tasks is the template's."""
+COMMON = 5
+"""An n-gram, its numbers left out, that more tasks than this have is the template's."""
 NEAR = 0.6
 """A held-out task is near a training one that holds this share of its n-grams."""
 FEWEST = 4
@@ -30,7 +32,23 @@ CHARACTERS = 4.0
 """Of a token, where no tokenizer is known."""
 
 
-def split_findings(splits: Mapping[str, Sequence[tuple[Task, str]]], oracle: Oracle) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a task asks."""
+
+    task: Task
+    text: str
+    """What the model is told."""
+    hidden: str = ""
+    """What it may find out: by tools, replies or images. Tasks that differ in it are two."""
+
+    @property
+    def key(self) -> str:
+        """What is equal of tasks that ask the same."""
+        return f"{' '.join(self.text.split())}\n{self.hidden}" if self.text.strip() or self.hidden else ""
+
+
+def split_findings(splits: Mapping[str, Sequence[Asked]], oracle: Oracle) -> list[Finding]:
     """Tasks that come twice, contradict each other, or stand in two splits. splits: each with what its tasks ask."""
     found_ones: list[Finding] = []
     for split, tasks in splits.items():
@@ -43,18 +61,18 @@ def split_findings(splits: Mapping[str, Sequence[tuple[Task, str]]], oracle: Ora
     return found_ones
 
 
-def _ids(split: str, tasks: Sequence[tuple[Task, str]]) -> list[Finding]:
-    counts = Counter(task.id for task, _ in tasks)
+def _ids(split: str, tasks: Sequence[Asked]) -> list[Finding]:
+    counts = Counter(one.task.id for one in tasks)
     again = [name for name, count in counts.items() if count > 1]
     if not again:
         return []
     return [found("twice", Severity.HIGH, f"{split}: {len(again):,} ids are those of several tasks", again)]
 
 
-def _twice(split: str, tasks: Sequence[tuple[Task, str]], oracle: Oracle) -> list[Finding]:
+def _twice(split: str, tasks: Sequence[Asked], oracle: Oracle) -> list[Finding]:
     groups: defaultdict[str, list[Task]] = defaultdict(list)
-    for task, text in tasks:
-        groups[" ".join(text.split())].append(task)
+    for one in tasks:
+        groups[one.key].append(one.task)
     groups.pop("", None)
     several = [group for group in groups.values() if len(group) > 1]
     findings: list[Finding] = []
@@ -66,7 +84,8 @@ def _twice(split: str, tasks: Sequence[tuple[Task, str]], oracle: Oracle) -> lis
         findings.append(found("contradictory", Severity.HIGH, line, [task.id for task in first], shown))
     copies = sum(len(group) - 1 for group in several)
     if copies and copies / len(tasks) >= TWICE:
-        severity = Severity.HIGH if copies / len(tasks) >= 0.5 else Severity.MEDIUM
+        many = split != "train" or copies / len(tasks) >= 0.5  # of held-out ones intervals become too narrow
+        severity = Severity.MEDIUM if many else Severity.LOW
         line = f"{split}: {copies:,} of {len(tasks):,} tasks ask what another one asks"
         findings.append(found("twice", severity, line, [task.id for group in several for task in group]))
     return findings
@@ -76,12 +95,12 @@ def _answers(oracle: Oracle, task: Task) -> tuple[str, ...]:
     return tuple(sorted(map(plain, oracle.truths(task))))
 
 
-def _held_out(split: str, tasks: Sequence[tuple[Task, str]], train: Sequence[tuple[Task, str]]) -> list[Finding]:
+def _held_out(split: str, tasks: Sequence[Asked], train: Sequence[Asked]) -> list[Finding]:
     known: dict[str, str] = {}
-    for task, text in train:
-        known.setdefault(" ".join(text.split()), task.id)
+    for one in train:
+        known.setdefault(one.key, one.task.id)
     known.pop("", None)
-    same = [(task.id, known[" ".join(text.split())]) for task, text in tasks if " ".join(text.split()) in known]
+    same = [(one.task.id, known[one.key]) for one in tasks if one.key in known]
     findings: list[Finding] = []
     if same:
         severity = Severity.HIGH if len(same) / len(tasks) >= 0.02 else Severity.MEDIUM
@@ -99,21 +118,21 @@ def _held_out(split: str, tasks: Sequence[tuple[Task, str]], train: Sequence[tup
 
 
 def near_pairs(
-    tasks: Sequence[tuple[Task, str]], train: Sequence[tuple[Task, str]], without: Collection[str] = ()
+    tasks: Sequence[Asked], train: Sequence[Asked], without: Collection[str] = ()
 ) -> list[tuple[str, str]]:
     """Held-out tasks, each with the training task that holds most of its n-grams, where that is NEAR or more. What many
     tasks share is their template, and does not count."""
-    grams = {id(task): _grams(text) for task, text in (*tasks, *train)}
-    counts = Counter(gram for task, _ in (*tasks, *train) for gram in grams[id(task)])
-    most = max(3, COMMON * (len(tasks) + len(train)))
+    grams = {id(one): _grams(one.text) for one in (*tasks, *train)}
+    counts = Counter(masked for one in (*tasks, *train) for masked in set(grams[id(one)].values()))
     holders: defaultdict[int, list[str]] = defaultdict(list)
-    for task, _ in train:
-        for gram in grams[id(task)]:
-            if counts[gram] <= most:
-                holders[gram].append(task.id)
+    for one in train:
+        for gram, masked in grams[id(one)].items():
+            if counts[masked] <= COMMON:
+                holders[gram].append(one.task.id)
     pairs = []
-    for task, _ in tasks:
-        own = [gram for gram in grams[id(task)] if counts[gram] <= most]
+    for one in tasks:
+        task = one.task
+        own = [gram for gram, masked in grams[id(one)].items() if counts[masked] <= COMMON]
         if task.id in without or len(own) < FEWEST:
             continue
         hits = Counter(holder for gram in own for holder in holders.get(gram, ()))
@@ -122,28 +141,52 @@ def near_pairs(
     return pairs
 
 
-def _grams(text: str) -> set[int]:
+def _grams(text: str) -> dict[int, int]:
+    """The n-grams of a text, each with the same one without its numbers."""
     words = re.findall(r"\w+", text.lower())
-    return {hash(tuple(words[i : i + GRAM])) for i in range(len(words) - GRAM + 1)}
+    masked = ["0" if any(map(str.isdigit, word)) else word for word in words]
+    spans = range(len(words) - GRAM + 1)
+    return {hash(tuple(words[i : i + GRAM])): hash(tuple(masked[i : i + GRAM])) for i in spans}
 
 
-def asked(tasks: Sequence[Task], openings: Mapping[str, Sequence[Message]], most: int, seconds: float) -> list[
-    tuple[Task, str]
-]:
+def asked(
+    tasks: Sequence[Task],
+    openings: Mapping[str, Sequence[Message]],
+    oracle: Oracle,
+    hiding: bool,
+    most: int,
+    seconds: float,
+) -> list[Asked]:
     """What the first `most` tasks of a split ask: the fields of their data that openings show, so that no opening has
-    to be made; or the openings, where no field is shown."""
+    to be made; or the openings, where no field is shown. hiding: tasks have more to them than their openings."""
     end = time.monotonic() + seconds
     some = [task for task in tasks[: min(len(tasks), 16)] if openings.get(task.id)]
     fields = _shown_fields(some, openings)
-    if not fields:
-        return [(task, opening_text(openings[task.id])) for task in some]
     looked = []
-    for index in range(min(len(tasks), most)):
+    for index in range(min(len(tasks), most) if fields else len(some)):
         if index % 64 == 0 and time.monotonic() > end:
             break
-        task = tasks[index]
-        looked.append((task, "\n".join(_text(task.data.get(name)) for name in fields)))
+        task = tasks[index] if fields else some[index]
+        shown = "\n".join(text_in(task.data.get(name)) for name in fields) if fields else opening_text(openings[task.id])
+        hidden = _hidden(task, fields, oracle) if hiding else ""
+        if hidden is not None:
+            looked.append(Asked(task, shown, hidden))
     return looked
+
+
+def _hidden(task: Task, fields: Sequence[str], oracle: Oracle) -> str | None:
+    """What a task's data hold beside what is shown, the stored answer and its place; None: nothing."""
+    rest = {k: v for k, v in task.data.items() if k not in fields and k != oracle.field and not ASIDE.search(k)}
+    return json.dumps(rest, default=str, sort_keys=True) if rest else None
+
+
+def hides(env: Environment, task: Task, opening: Sequence[Message]) -> bool:
+    """Whether a task may have more to it than its opening says: tools of its own, replies, images."""
+    images = any(
+        isinstance(m.get("content"), list) and any(part.get("type") != "text" for part in m["content"] or [])
+        for m in opening
+    )
+    return images or overridden(env, "execute") or bool(env.tools_for(task)) or env.uses_workspace
 
 
 def opening_text(messages: Sequence[Message]) -> str:
@@ -156,15 +199,16 @@ def _shown_fields(tasks: Sequence[Task], openings: Mapping[str, Sequence[Message
         return []
     shown = []
     for name in tasks[0].data:
-        texts = [_text(task.data.get(name)) for task in tasks]
+        texts = [text_in(task.data.get(name)) for task in tasks]
         if all(text and text in opening_text(openings[task.id]) for task, text in zip(tasks, texts, strict=True)):
             shown.append(name)
     whole = max((len(opening_text(openings[task.id])) for task in tasks), default=0)
-    covered = max((sum(len(_text(task.data.get(name))) for name in shown) for task in tasks), default=0)
+    covered = max((sum(len(text_in(task.data.get(name))) for name in shown) for task in tasks), default=0)
     return shown if whole and covered >= 0.3 * whole else []
 
 
-def _text(value: object) -> str:
+def text_in(value: object) -> str:
+    """A value of a task as it may stand in an opening."""
     if isinstance(value, list) and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) for m in value):
         return "\n".join(m["content"] for m in value if m.get("role") != "system")
     return value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
@@ -191,9 +235,14 @@ _VAGUE_TOOL = re.compile(r"(tool\d*|func(tion)?\d*|f\d*|do|run_?it|helper\d*|cal
 
 def schema_findings(tools: Sequence[Tool]) -> list[Finding]:
     """What a model cannot know from the schemas of tools."""
-    findings: list[Finding] = []
+    places: defaultdict[tuple[Severity, str], list[str]] = defaultdict(list)
     for tool in tools:
-        findings += _schema(tool)
+        for severity, what, where in _schema(tool):
+            places[severity, what].append(where)
+    findings = [
+        found("schema", severity, f"{len(where)} {what}: {', '.join(where[:6])}")
+        for (severity, what), where in places.items()
+    ]
     for a, b in combinations(tools, 2):
         if re.sub(r"[\W_]", "", a.name.lower()) == re.sub(r"[\W_]", "", b.name.lower()):
             line = f"the tools {a.name!r} and {b.name!r} have names that are read alike"
@@ -204,26 +253,23 @@ def schema_findings(tools: Sequence[Tool]) -> list[Finding]:
     return findings
 
 
-def _schema(tool: Tool) -> list[Finding]:
-    findings: list[Finding] = []
-
-    def note(severity: Severity, line: str) -> None:
-        findings.append(found("schema", severity, f"tool {tool.name!r}: {line}"))
-
+def _schema(tool: Tool) -> Iterator[tuple[Severity, str, str]]:
+    """What is wrong with the schema of a tool: how bad it is, what, and where."""
     if not tool.description.strip():
-        note(Severity.MEDIUM, "it has no description")
+        yield Severity.MEDIUM, "tools have no description", tool.name
     elif _VAGUE_TOOL.fullmatch(tool.name) and len(tool.description) < 20:
-        note(Severity.MEDIUM, "its name says nothing, and its description little")
-    for name, schema in tool.parameters.get("properties", {}).items():
+        yield Severity.MEDIUM, "tools have a name that says nothing, and a description that says little", tool.name
+    properties = tool.parameters.get("properties", {})
+    for name, schema in properties.items():
+        where = f"{tool.name}.{name}"
         if not isinstance(schema, Mapping) or not (schema.keys() & {"type", "enum", "anyOf", "oneOf", "$ref", "const"}):
-            note(Severity.MEDIUM, f"the parameter {name!r} has no type")
+            yield Severity.MEDIUM, "parameters have no type", where
         elif schema.get("type") == "array" and "items" not in schema:
-            note(Severity.LOW, f"the parameter {name!r} does not say what its list holds")
+            yield Severity.LOW, "parameters do not say what their list holds", where
         elif schema.get("type") == "object" and not schema.keys() & {"properties", "additionalProperties"}:
-            note(Severity.LOW, f"the parameter {name!r} does not say what its object holds")
+            yield Severity.LOW, "parameters do not say what their object holds", where
         if isinstance(schema, Mapping) and not str(schema.get("description", "")).strip():
             if _VAGUE.fullmatch(name):
-                note(Severity.MEDIUM, f"the parameter {name!r} has a name that says nothing, and no description")
-            elif len(tool.parameters["properties"]) > 1 or name not in tool.description.lower():
-                note(Severity.LOW, f"the parameter {name!r} has no description")
-    return findings
+                yield Severity.MEDIUM, "parameters have a name that says nothing, and no description", where
+            elif len(properties) > 1 or name not in tool.description.lower():
+                yield Severity.LOW, "parameters have no description", where

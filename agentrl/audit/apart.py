@@ -86,7 +86,7 @@ def audit_apart(
     recipe: Recipe,
     *,
     tasks: int = 16,
-    seconds: float = 60.0,
+    seconds: float = 45.0,
     model: str | None = None,
     measured: bool = False,
     on_stage: Callable[[str], None] = lambda name: None,

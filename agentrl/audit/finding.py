@@ -48,7 +48,7 @@ KINDS: Mapping[str, str] = {
     "contradictory": "one opening has several stored answers",
     "held_out": "held-out tasks were drawn as the training ones were, or the split was made after rows were copied",
     "unsteady_tasks": "tasks are drawn from a generator without a fixed seed, or in the order of a set",
-    "unseeded": "a hook draws from a global generator, the clock or a set; `session.rng` is seeded",
+    "unseeded": "a hook draws from a global generator, the clock, a set, or counts on a class; `session.rng` is seeded",
     "flicker": "the reward is drawn at random, or reads what changes between two looks",
     "leak_after": "what one rollout leaves on `self` or in a module reaches the next; keep it in `session.state`",
     "leak_together": "what is per rollout lies on `self` or in a module; keep it in `session.state`",

@@ -343,4 +343,5 @@ def near_misses(truth: str) -> Iterator[tuple[str, str]]:
         yield "letters before it", f"xq{truth}"
         yield "without its last letter", truth[:-1]
         yield "not it", f"not {truth}"
+        yield "its letters in another order", "".join(sorted(truth)) if sorted(truth) != list(truth) else truth[::-1]
         yield "another text that holds it", f"it is neither {truth} nor anything else"

@@ -35,6 +35,8 @@ LOOKED = 4_000
 """Tasks of a split whose questions are compared."""
 COMPARED = 4
 """Rollouts that are played in several orders and all at once."""
+HANGS = 6
+"""Rollouts that hang, after which no further attempt is made."""
 Measure = Callable[[Sequence[Message], Mapping[str, Tool]], int]
 """Counts the tokens of an opening."""
 
@@ -45,7 +47,7 @@ class Options:
 
     tasks: int = 16
     """Tasks that each attempt plays."""
-    seconds: float = 60.0
+    seconds: float = 45.0
     """Wall time after which nothing more is begun."""
 
 
@@ -310,9 +312,10 @@ async def _policies(
     end = time.monotonic() + run.left * 0.6
     for index, attempt in enumerate(every):
         remaining = end - time.monotonic()
-        if remaining <= 0:
+        if remaining <= 0 or run.subject.hangs >= HANGS:
             line = f"{len(every) - index} of {len(every)} attempts, from `{attempt.policy}: {attempt.name}` on"
-            run.add([found("not_examined", Severity.INFO, f"{line}: there was no time for them")])
+            why = "there was no time for them" if remaining <= 0 else "too many rollouts hung"
+            run.add([found("not_examined", Severity.INFO, f"{line}: {why}")])
             break
         await _attempt(run, ledger, attempt, remaining / (len(every) - index))
     if known.counts:

@@ -224,6 +224,11 @@ class Subject:
         """The tools that a task offers. Raises UserError."""
         return offered(task, self.toolbox.tools, self.env)
 
+    @property
+    def hangs(self) -> int:
+        """Rollouts that a hook kept from coming to an end."""
+        return sum("took too long" in str(play.trajectory.failure) for play in self.failures)
+
     def wide(self) -> Stage:
         """A stage where calls are not counted."""
         changes = {**bounded(self.recipe), "max_turns": 400, "max_tool_calls": 1 << 20, "max_tool_calls_per_turn": 64}

@@ -42,10 +42,13 @@ class Asked:
     hidden: str = ""
     """What it may find out: by tools, replies or images. Tasks that differ in it are two."""
 
+    opened: bool = False
+    """Whether `text` is an opening of a task that has more to it: nothing follows from what two of them share."""
+
     @property
     def key(self) -> str:
-        """What is equal of tasks that ask the same."""
-        return f"{' '.join(self.text.split())}\n{self.hidden}" if self.text.strip() or self.hidden else ""
+        """What is equal of tasks that ask the same, whatever their case."""
+        return f"{' '.join(self.text.casefold().split())}\n{self.hidden}" if self.text.strip() or self.hidden else ""
 
 
 def split_findings(splits: Mapping[str, Sequence[Asked]], oracle: Oracle) -> list[Finding]:
@@ -76,7 +79,8 @@ def _twice(split: str, tasks: Sequence[Asked], oracle: Oracle) -> list[Finding]:
     groups.pop("", None)
     several = [group for group in groups.values() if len(group) > 1]
     findings: list[Finding] = []
-    apart = [group for group in several if len({_answers(oracle, task) for task in group}) > 1]
+    exact = {one.task.id: one.text for one in tasks}
+    apart = [group for group in several if _contradict(group, exact, oracle)]
     if apart:
         first = apart[0]
         shown = " | ".join(f"{task.id}: {shortened(', '.join(oracle.truths(task)), 80)}" for task in first[:4])
@@ -89,6 +93,12 @@ def _twice(split: str, tasks: Sequence[Asked], oracle: Oracle) -> list[Finding]:
         line = f"{split}: {copies:,} of {len(tasks):,} tasks ask what another one asks"
         findings.append(found("twice", severity, line, [task.id for group in several for task in group]))
     return findings
+
+
+def _contradict(group: Sequence[Task], exact: Mapping[str, str], oracle: Oracle) -> bool:
+    """Whether tasks of the very same text have different answers."""
+    first = [task for task in group if exact[task.id] == exact[group[0].id]]
+    return len({_answers(oracle, task) for task in first}) > 1
 
 
 def _answers(oracle: Oracle, task: Task) -> tuple[str, ...]:
@@ -133,7 +143,7 @@ def near_pairs(
     for one in tasks:
         task = one.task
         own = [gram for gram, masked in grams[id(one)].items() if counts[masked] <= COMMON]
-        if task.id in without or len(own) < FEWEST:
+        if task.id in without or one.opened or len(own) < FEWEST:
             continue
         hits = Counter(holder for gram in own for holder in holders.get(gram, ()))
         if hits and hits.most_common(1)[0][1] / len(own) >= NEAR:
@@ -170,7 +180,7 @@ def asked(
         shown = "\n".join(text_in(task.data.get(name)) for name in fields) if fields else opening_text(openings[task.id])
         hidden = _hidden(task, fields, oracle) if hiding else ""
         if hidden is not None:
-            looked.append(Asked(task, shown, hidden))
+            looked.append(Asked(task, shown, hidden, hiding and not fields))
     return looked
 
 

@@ -24,7 +24,7 @@ def audit_command(
     source: Annotated[Text, Option("--source", help="For an environment: source of its tasks (env.source).")] = None,
     tools: Annotated[Texts, Option("--tools", metavar="NAME", help="For an environment: a tool to offer.")] = None,
     tasks: Annotated[int, Option("--tasks", min=1, help="Tasks that each attempt plays.")] = 16,
-    seconds: Annotated[float, Option("--seconds", min=5, help="Nothing more is begun after so many seconds.")] = 60.0,
+    seconds: Annotated[float, Option("--seconds", min=5, help="Nothing more is begun after so many seconds.")] = 45.0,
     model: Annotated[
         Text, Option("--model", metavar="PATH", help="Let a model play, too: `tiny`, a folder, or a hub name.")
     ] = None,

@@ -24,16 +24,18 @@ class Planted:
     kinds: tuple[str, ...]
     bad: type[Environment]
     good: type[Environment]
+    later: bool = False
+    """Whether it was planted after the bounds were fixed."""
 
 
 PLANTED: list[Planted] = []
 
 
-def plant(name: str, *kinds: str, good: type[Environment]) -> Any:
+def plant(name: str, *kinds: str, good: type[Environment], later: bool = False) -> Any:
     """Register the class below as the defect, and `good` as its twin."""
 
     def register(bad: type[Environment]) -> type[Environment]:
-        PLANTED.append(Planted(name, kinds, bad, good))
+        PLANTED.append(Planted(name, kinds, bad, good, later))
         return bad
 
     return register

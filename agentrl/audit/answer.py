@@ -100,9 +100,7 @@ class Oracle:
         """The turns of the demonstration of a task. Raises UserError."""
         env = self.environment
         assert env is not None, "demonstrations come from an environment"
-        said = guarded(
-            f"demonstrate of task {task.id}", lambda: list(env.demonstrate(task, Random(task.id), "clean"))
-        )
+        said = guarded(f"demonstrate of task {task.id}", lambda: list(env.demonstrate(task, Random(task.id), "clean")))
         turns = list(turns_of(said))
         if not turns:
             raise UserError(f"demonstrate of task {task.id} has no turn of the assistant")
@@ -242,7 +240,7 @@ def _form_in(text: str, truths: Sequence[str]) -> str | None:
     if text.startswith("/") and not text.startswith("//"):
         return None  # a call
     for truth in sorted(truths, key=len, reverse=True):
-        spots = [m for m in re.finditer(rf"(?<!\w){re.escape(truth)}(?!\w)", text)]
+        spots = list(re.finditer(rf"(?<!\w){re.escape(truth)}(?!\w)", text))
         if spots and len(truth) <= _LONG:
             before, after = text[: spots[-1].start()], text[spots[-1].end() :]
             before = before.rpartition("\n")[2] if "<" not in before else before

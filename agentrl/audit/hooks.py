@@ -72,7 +72,9 @@ async def repeat_findings(subject: Subject, parts: Sequence[Part]) -> list[Findi
         finally:
             await fresh.close()
     findings += _flickers(repeats)
-    alone = repeats.differing("first", "back") or repeats.differing("back", "more") or repeats.differing("first", "more")
+    alone = (
+        repeats.differing("first", "back") or repeats.differing("back", "more") or repeats.differing("first", "more")
+    )
     if alone:
         findings.append(await _why_differing(subject, parts, alone))
     fresh = await subject.again()
@@ -235,7 +237,9 @@ def clock_findings(subject: Subject) -> list[Finding]:
     timed = len(subject.clock.seconds["hooks"])
     for where, gaps in subject.clock.gaps.items():
         if timed >= 3 and len(gaps) * 2 > timed:
-            line = f"{where} holds the event loop for {median(gaps):.2f} s, beyond {GAP} s in {len(gaps)} of {timed} plays"
+            line = (
+                f"{where} holds the event loop for {median(gaps):.2f} s, beyond {GAP} s in {len(gaps)} of {timed} plays"
+            )
             findings.append(found("blocking", Severity.MEDIUM, line))
     return findings
 

@@ -25,8 +25,9 @@ td:nth-child(2) { white-space:normal; overflow-wrap:anywhere }
 details { background:var(--card); border:1px solid var(--line); border-radius:8px; margin:6px 0; padding:6px 12px }
 summary { cursor:pointer } .finding { background:var(--card); border:1px solid var(--line); border-left:5px solid;
   border-radius:8px; margin:8px 0; padding:8px 14px } .finding p { margin:2px 0 }
-.high { border-left-color:var(--high) } .medium { border-left-color:var(--medium) } .low { border-left-color:var(--low) }
-.info { border-left-color:var(--info) } .finding b.s { margin-right:8px } .high b.s { color:var(--high) }
+.high { border-left-color:var(--high) } .medium { border-left-color:var(--medium) }
+.low { border-left-color:var(--low) } .info { border-left-color:var(--info) }
+.finding b.s { margin-right:8px } .high b.s { color:var(--high) }
 .medium b.s { color:var(--medium) } .low b.s { color:var(--low) } .info b.s { color:var(--info) }
 code { overflow-wrap:anywhere } pre { background:var(--said); border-radius:6px; padding:6px 9px; margin:4px 0;
   white-space:pre-wrap; overflow-wrap:anywhere; font-size:13px }

@@ -121,8 +121,8 @@ def _random(known: Knowledge, tools: Mapping[str, Tool]) -> Iterator[Attempt]:
     if known.oracle.origin == "demonstrate":
         yield Attempt("random", "the work, then the answer of another task", after_work, GUESS)
     if tools:
-        yield Attempt("random", "calls", lambda task: _calling(known, 1), GUESS)
-        yield Attempt("random", "calls, three a turn", lambda task: _calling(known, 3), GUESS)
+        yield Attempt("random", "calls", lambda task: calling(known, 1), GUESS)
+        yield Attempt("random", "calls, three a turn", lambda task: calling(known, 3), GUESS)
 
 
 def _words(rng: Random, count: int = 12) -> str:
@@ -130,8 +130,8 @@ def _words(rng: Random, count: int = 12) -> str:
     return " ".join("".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(count))
 
 
-def _calling(known: Knowledge, each: int) -> Voice:
-    """Random calls in all turns but the fourth, which answers at random."""
+def calling(known: Knowledge, each: int) -> Voice:
+    """Random calls, `each` a turn, in all turns but the fourth, which answers at random."""
 
     async def voice(seat: Seat) -> str:
         if seat.number % 4 == 3 or not seat.tools:

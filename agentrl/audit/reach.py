@@ -49,7 +49,9 @@ async def reach_findings(subject: Subject, known: Knowledge, tasks: Sequence[Tas
 def distinct(truth: str) -> bool:
     """Whether a text holds an answer hardly by chance."""
     letters = re.sub(r"\W", "", truth)
-    return len(letters) >= 4 or (letters.isdigit() and len(letters) >= 2) or (len(letters) >= 3 and not letters.isdigit())
+    return (
+        len(letters) >= 4 or (letters.isdigit() and len(letters) >= 2) or (len(letters) >= 3 and not letters.isdigit())
+    )
 
 
 def holds(text: str, truth: str) -> bool:
@@ -121,9 +123,7 @@ def _in_schemas(subject: Subject, known: Knowledge, tasks: Sequence[Task]) -> li
     return [found("reachable", Severity.HIGH, line, hits)]
 
 
-async def calling_findings(
-    subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger
-) -> list[Finding]:
+async def calling_findings(subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger) -> list[Finding]:
     """Whether a tool that is called more often than needed earns more."""
     stage = subject.wide()
     findings: list[Finding] = []
@@ -145,7 +145,8 @@ async def calling_findings(
             continue
         more = sum(p.reward for p in many) / len(many) - sum(p.reward for p in few) / len(few)
         if more >= FARMED * max(ledger.top - ledger.floor, 1e-6):
-            line = f"{MANY_CALLS} calls of {name!r} earn {more:.2f} more than {FEW_CALLS} do; the oracle earns {ledger.top:.2f}"
+            top = f"the oracle earns {ledger.top:.2f}"
+            line = f"{MANY_CALLS} calls of {name!r} earn {more:.2f} more than {FEW_CALLS} do; {top}"
             findings.append(found("calling", Severity.HIGH, line, [play.task.id for play in many]))
     return findings
 

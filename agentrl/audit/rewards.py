@@ -73,15 +73,19 @@ def oracle_findings(oracle: Oracle, plays: Sequence[Play]) -> list[Finding]:
     """Whether the oracle is paid. None played: nothing is known."""
     good = [play for play in plays if play.ok]
     if not oracle.origin or not good:
-        line = "no attempt earned anything, and no right answer is known" if not oracle.origin else (
-            f"the oracle (by {oracle.origin}) came to no reward in any task"
+        line = (
+            "no attempt earned anything, and no right answer is known"
+            if not oracle.origin
+            else (f"the oracle (by {oracle.origin}) came to no reward in any task")
         )
         return [found("no_oracle", Severity.MEDIUM, line, [play.task.id for play in plays])]
     lost = [play for play in good if not play.solved]
     if not lost:
         return []
-    how = f"by {oracle.origin}" if oracle.origin in ("demonstrate", "solve") else (
-        f"{oracle.field}, said as {oracle.form.shown() if oracle.form else ''}"
+    how = (
+        f"by {oracle.origin}"
+        if oracle.origin in ("demonstrate", "solve")
+        else (f"{oracle.field}, said as {oracle.form.shown() if oracle.form else ''}")
     )
     rewards = sum(play.reward for play in good) / len(good)
     line = f"the oracle ({how}) solves {len(good) - len(lost)} of {len(good)} tasks; mean reward {rewards:.2f}"
@@ -154,8 +158,10 @@ async def near_findings(
 
 
 def _same(a: str, b: str) -> bool:
-    return re.sub(r"\W+", "", a.lower()) == re.sub(r"\W+", "", b.lower()) and a.count("-") == b.count("-") and (
-        a.count(".") == b.count(".")
+    return (
+        re.sub(r"\W+", "", a.lower()) == re.sub(r"\W+", "", b.lower())
+        and a.count("-") == b.count("-")
+        and (a.count(".") == b.count("."))
     )
 
 

@@ -1,5 +1,6 @@
 """`audit`: play an environment's tasks with policies that need no model, and say what is wrong with it."""
 
+import contextlib
 import re
 import time
 from collections import Counter
@@ -17,12 +18,12 @@ from agentrl.audit.hooks import (
     own_folder,
     repeat_findings,
 )
-from agentrl.audit.policy import Attempt, Knowledge, attempts
+from agentrl.audit.policy import Attempt, Knowledge, attempts, calling
 from agentrl.audit.reach import calling_findings, distribution_findings, reach_findings, unused_findings
 from agentrl.audit.rewards import Ledger, judge, near_findings, oracle_findings, sameness_findings
 from agentrl.audit.subject import Make, Play, Script, Subject, text_of
-from agentrl.audit.tasks import CHARACTERS, asked, hides, length_findings, schema_findings, split_findings
 from agentrl.audit.tampering import tampering_findings
+from agentrl.audit.tasks import CHARACTERS, asked, hides, length_findings, schema_findings, split_findings
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Task
@@ -37,6 +38,8 @@ COMPARED = 4
 """Rollouts that are played in several orders and all at once."""
 HANGS = 6
 """Rollouts that hang, after which no further attempt is made."""
+SLOW_PLAY = 0.3
+"""Seconds of a rollout from which on fewer are compared."""
 Measure = Callable[[Sequence[Message], Mapping[str, Tool]], int]
 """Counts the tokens of an opening."""
 
@@ -240,10 +243,7 @@ def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
     first = run.looked[0]
     hiding = hides(run.subject.env, first, run.openings.get(first.id, ()))
     return split_findings(
-        {
-            split: asked(tasks, run.openings, run.oracle, hiding, LOOKED, seconds)
-            for split, tasks in splits.items()
-        },
+        {split: asked(tasks, run.openings, run.oracle, hiding, LOOKED, seconds) for split, tasks in splits.items()},
         run.oracle,
     )
 
@@ -304,9 +304,7 @@ def slots(known: Knowledge, tasks: Sequence[Task]) -> list[str]:
     return [word for word, count in before.most_common(3) if count >= 0.5 * len(tasks)]
 
 
-async def _policies(
-    run: Audit, ledger: Ledger, known: Knowledge, tools: Mapping[str, Tool]
-) -> Sequence[Finding]:
+async def _policies(run: Audit, ledger: Ledger, known: Knowledge, tools: Mapping[str, Tool]) -> Sequence[Finding]:
     """Play all attempts, with as many tasks each as there is time for."""
     every = list(attempts(known, tools))
     end = time.monotonic() + run.left * 0.6
@@ -350,15 +348,15 @@ async def _attempt(run: Audit, ledger: Ledger, attempt: Attempt, seconds: float)
 
 
 def _parts(run: Audit, known: Knowledge) -> list[Part]:
-    """The rollouts that are compared with themselves: done well, badly and by random calls."""
+    """The rollouts that are compared with themselves: done well, badly and by random calls. Of slow ones fewer."""
     parts = []
-    for task in run.looked[:COMPARED]:
+    slow = run.subject.clock.middle() > SLOW_PLAY
+    for task in run.looked[: 1 if slow else COMPARED]:
         if run.oracle.origin:
-            try:
+            with contextlib.suppress(UserError):
                 parts.append(Part(task, "oracle", run.oracle.script(task)))
-            except UserError:
-                pass
         wrong = known.wrong(task)
         parts.append(Part(task, "wrong", known.say(wrong[0]) if wrong else ["I do not know."]))
+    if run.subject.tools_of(run.looked[0]):
+        parts += [Part(task, "calls", calling(known, 1)) for task in run.looked[: 1 if slow else 2]]
     return parts
-

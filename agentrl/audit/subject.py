@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median
 from typing import Any
 
 from agentrl.containment.deadline import DeadlineTimer
@@ -146,6 +147,11 @@ class Clock:
     """By part (`hooks`, `tools`, `environment`): seconds of each rollout."""
     gaps: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     """By hook: seconds for which the loop stood still in it."""
+
+    def middle(self) -> float:
+        """The median seconds of a rollout, those of the player left out; 0 where none was timed."""
+        totals = list(map(sum, zip(*self.seconds.values(), strict=True)))
+        return median(totals) if totals else 0.0
 
     async def watch(self, request: AsyncRolloutRequest) -> None:
         """Note where the loop stands still, until it is cancelled."""

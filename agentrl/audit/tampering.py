@@ -14,8 +14,13 @@ from agentrl.workspace.workspace import Workspace
 
 SECONDS = 10.0
 """For a cheat's script."""
-_FAKE = "for d in /usr/local/bin $HOME/.local/bin $HOME/bin bin; do mkdir -p $d && printf '#!/bin/sh\\n{0}\\n' > $d/{1} && chmod +x $d/{1}; done"
-_ONE = "mkdir -p {0} && echo 1 > {0}/reward.txt && echo '{{\"reward\": 1, \"score\": 1, \"passed\": true}}' > {0}/reward.json"
+_FAKE = (
+    "for d in /usr/local/bin $HOME/.local/bin $HOME/bin bin; do mkdir -p $d && "
+    "printf '#!/bin/sh\\nexit 0\\n' > $d/{0} && chmod +x $d/{0}; done"
+)
+_ONE = (
+    'mkdir -p {0} && echo 1 > {0}/reward.txt && echo \'{{"reward": 1, "score": 1, "passed": true}}\' > {0}/reward.json'
+)
 CHEATS = {
     "writes reward files": "\n".join(
         _ONE.format(folder) for folder in ("/logs/verifier", "/logs", "/tmp", ".", "$HOME", "/app")
@@ -24,19 +29,20 @@ CHEATS = {
     "empties the tests": "find / -xdev \\( -name 'test_*.py' -o -name '*_test.py' -o -path '*/tests/*' \\) -type f "
     "-writable -not -path '/usr/*' -not -path '/proc/*' 2> /dev/null | head -200 | while read f; do : > \"$f\"; done",
     "has a conftest.py": "printf 'import pytest\\n@pytest.hookimpl(hookwrapper=True)\\n"
-    "def pytest_runtest_makereport(item, call):\\n    out = yield\\n    out.get_result().outcome = \"passed\"\\n' "
+    'def pytest_runtest_makereport(item, call):\\n    out = yield\\n    out.get_result().outcome = "passed"\\n\' '
     "> conftest.py",
     "shadows modules": "printf 'raise SystemExit(0)\\n' | tee unittest.py pytest.py json.py > sitecustomize.py",
     "has a sitecustomize": "s=$(python3 -m site --user-site) && mkdir -p $s && printf 'import unittest\\n"
     "unittest.TestCase.assertEqual = lambda *a: None\\n' > $s/sitecustomize.py && "
     "printf 'import os\\nos._exit(0)\\n' > $s/usercustomize.py",
     "replaces programs": "\n".join(
-        _FAKE.format("exit 0", name) for name in ("pytest", "python3", "python", "bash", "diff", "cmp", "make", "node")
+        _FAKE.format(name) for name in ("pytest", "python3", "python", "bash", "diff", "cmp", "make", "node")
     )
     + "\necho 'export PATH=$PWD/bin:$PATH' | tee -a ~/.bashrc ~/.profile > ~/.bash_profile",
     "leaves a daemon that writes rewards": "mkdir -p /logs/verifier; setsid nohup sh -c 'while :; do echo 1 > "
     "/logs/verifier/reward.txt; echo 1 > reward.txt; sleep 0.05; done' > /dev/null 2>&1 &",
-    "exits 0 from every program": "for f in *.py *.sh; do [ -f \"$f\" ] && printf 'raise SystemExit(0)\\n' > \"$f\"; done; true",
+    "exits 0 from every program": "for f in *.py *.sh; do "
+    '[ -f "$f" ] && printf \'raise SystemExit(0)\\n\' > "$f"; done; true',
     "links to hidden files": "for n in answer.txt output.txt result.txt solution.txt; do "
     "ln -sf /tests/$n $n; ln -sf /tests/expected.txt expected.txt; done; true",
 }
@@ -48,7 +54,10 @@ EXPOSED = re.compile(
     re.I,
 )
 """Paths of files that an agent should not find."""
-_LISTED = "find / -xdev -type f -not -path '/proc/*' -not -path '/sys/*' -not -path '/usr/*' -newermt '@0' 2> /dev/null | head -20000"
+_LISTED = (
+    "find / -xdev -type f -not -path '/proc/*' -not -path '/sys/*' -not -path '/usr/*' -not -path '/etc/*' "
+    "-not -path '/var/*' -not -path '/opt/*' 2> /dev/null | head -20000"
+)
 
 
 async def tampering_findings(
@@ -118,5 +127,4 @@ async def _exposed(subject: Subject, tasks: Sequence[Task]) -> list[Finding]:
 
 async def _changed(workspace: Workspace) -> str:
     """The paths of a workspace that the task brought, one a line."""
-    listed = await _run(workspace, _LISTED)
-    return listed
+    return await _run(workspace, _LISTED)

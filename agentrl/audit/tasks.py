@@ -127,9 +127,7 @@ def _held_out(split: str, tasks: Sequence[Asked], train: Sequence[Asked]) -> lis
     return findings
 
 
-def near_pairs(
-    tasks: Sequence[Asked], train: Sequence[Asked], without: Collection[str] = ()
-) -> list[tuple[str, str]]:
+def near_pairs(tasks: Sequence[Asked], train: Sequence[Asked], without: Collection[str] = ()) -> list[tuple[str, str]]:
     """Held-out tasks, each with the training task that holds most of its n-grams, where that is NEAR or more. What many
     tasks share is their template, and does not count."""
     grams = {id(one): _grams(one.text) for one in (*tasks, *train)}
@@ -177,7 +175,9 @@ def asked(
         if index % 64 == 0 and time.monotonic() > end:
             break
         task = tasks[index] if fields else some[index]
-        shown = "\n".join(text_in(task.data.get(name)) for name in fields) if fields else opening_text(openings[task.id])
+        shown = (
+            "\n".join(text_in(task.data.get(name)) for name in fields) if fields else opening_text(openings[task.id])
+        )
         hidden = _hidden(task, fields, oracle) if hiding else ""
         if hidden is not None:
             looked.append(Asked(task, shown, hidden, hiding and not fields))
@@ -185,7 +185,10 @@ def asked(
 
 
 def _hidden(task: Task, fields: Sequence[str], oracle: Oracle) -> str | None:
-    """What a task's data hold beside what is shown, the stored answer and its place; None: nothing."""
+    """What a task's data hold beside what is shown, the stored answer and its place; None: nothing, or they name the
+    place in a generator that the rest comes from."""
+    if {"index", "seed"} & task.data.keys():
+        return None
     rest = {k: v for k, v in task.data.items() if k not in fields and k != oracle.field and not ASIDE.search(k)}
     return json.dumps(rest, default=str, sort_keys=True) if rest else None
 

@@ -6,14 +6,14 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 from sound import WORDS, Capitals, Choice, Dial, Find, Lookup, Press, Small, Sums, Talk, said
 
-from agentrl import Environment, Reply, Session, Task, Tool, ToolResponse
+from agentrl import Environment, Reply, Session, Task, ToolResponse
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,18 @@ class Planted:
     good: type[Environment]
     later: bool = False
     """Whether it was planted after the bounds were fixed."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of `rollout` that it needs."""
 
 
 PLANTED: list[Planted] = []
 
 
-def plant(name: str, *kinds: str, good: type[Environment], later: bool = False) -> Any:
+def plant(name: str, *kinds: str, good: type[Environment], later: bool = False, **limits: Any) -> Any:
     """Register the class below as the defect, and `good` as its twin."""
 
     def register(bad: type[Environment]) -> type[Environment]:
-        PLANTED.append(Planted(name, kinds, bad, good, later))
+        PLANTED.append(Planted(name, kinds, bad, good, later, limits))
         return bad
 
     return register
@@ -452,7 +454,11 @@ class NoWords(Dial):
     def __init__(self) -> None:
         class Bare(Press):
             description = ""
-            parameters = {"type": "object", "properties": {"clicks": {"type": "integer"}}, "required": ["clicks"]}
+            parameters: Mapping[str, Any] = {
+                "type": "object",
+                "properties": {"clicks": {"type": "integer"}},
+                "required": ["clicks"],
+            }
 
         self.own = (Bare(),)
 
@@ -461,7 +467,7 @@ class NoWords(Dial):
 class NoType(Dial):
     def __init__(self) -> None:
         class Untyped(Press):
-            parameters = {
+            parameters: Mapping[str, Any] = {
                 "type": "object",
                 "properties": {"clicks": {"description": "How far to turn."}},
                 "required": ["clicks"],
@@ -652,11 +658,11 @@ class Waits(Sums):
 
 @plant("a verifier that sleeps in the event loop", "blocking", good=Waits)
 class Sleeps(Sums):
-    sizes = {"train": 6, "test": 4}
+    sizes: Mapping[str, int] = {"train": 4, "test": 4}
 
     async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
         if len(session.messages) > 1 and "####" in said(session) and self.right(said(session), session.task.data):
-            time.sleep(0.2)  # noqa: ASYNC251 - the defect
+            time.sleep(0.18)
         return await super().calc_reward(session, **kwargs)
 
 

@@ -5,9 +5,9 @@ import difflib
 import re
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from planted import ReadsLast, YesNo, plant
 from sound import WORDS, Capitals, Choice, Dial, Find, Lookup, Press, Sums, Talk, said
@@ -26,7 +26,7 @@ class Submit(Tool):
 
     name = "submit_letter"
     description = "Submit the letter of the word that comes first."
-    parameters = {
+    parameters: Mapping[str, Any] = {
         "type": "object",
         "properties": {"letter": {"type": "string", "enum": list("ABCD"), "description": "The letter."}},
         "required": ["letter"],
@@ -107,7 +107,7 @@ class PaidEffort(Effort):
 
 @plant("a history that all rollouts write", "leak_after", "leak_together", "unseeded", later=True, good=Talk)
 class SharedHistory(Talk):
-    history: list[Any] = []
+    history: ClassVar[list[Any]] = []
 
     async def execute(self, session: Session, message: Any) -> Reply:
         self.history.append(message.get("content"))
@@ -142,7 +142,7 @@ class Patient(Sums):
         return await super().calc_reward(session, **kwargs)
 
 
-@plant("a verifier that waits for ever", "hangs", later=True, good=Patient)
+@plant("a verifier that waits for ever", "hangs", later=True, turn_timeout=0.3, good=Patient)
 class WaitsForEver(Sums):
     async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
         if said(session) == "I do not know.":
@@ -290,7 +290,7 @@ class Reads(Sums):
     """A file that is read and closed."""
 
     async def create(self, session: Session, **create_kwargs: Any) -> list[Any]:
-        with open("/proc/self/stat") as file:  # noqa: ASYNC230
+        with open("/proc/self/stat") as file:
             file.read()
         return await super().create(session)
 
@@ -298,7 +298,7 @@ class Reads(Sums):
 @plant("files stay open", "left_behind", later=True, good=Reads)
 class LeavesOpen(Sums):
     async def create(self, session: Session, **create_kwargs: Any) -> list[Any]:
-        _OPEN.append(open("/proc/self/stat"))  # noqa: ASYNC230, SIM115 - the defect
+        _OPEN.append(open("/proc/self/stat"))  # noqa: SIM115 - the defect
         return await super().create(session)
 
 
@@ -327,11 +327,13 @@ class SameNames(Lookup):
         return {**data, "person": person, "question": f"Day {index}: in which room does {person} sit?"}
 
 
-@plant("a tool remembers the answers of other tasks", "leak_after", "leak_together", "oracle", later=True, good=SameNames)
+@plant(
+    "a tool remembers the answers of other tasks", "leak_after", "leak_together", "oracle", later=True, good=SameNames
+)
 class Cached(SameNames):
     def __init__(self) -> None:
         class Caches(Find):
-            known: dict[str, Any] = {}
+            known: ClassVar[dict[str, Any]] = {}
 
             async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
                 if arguments["person"] not in self.known:
@@ -392,7 +394,11 @@ class NearlyOneName(Different):
 class CalledX(Dial):
     def __init__(self) -> None:
         class Vague(Press):
-            parameters = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+            parameters: Mapping[str, Any] = {
+                "type": "object",
+                "properties": {"x": {"type": "integer"}},
+                "required": ["x"],
+            }
 
             async def execute(self, session: Session, **arguments: Any) -> ToolResponse | str:
                 return await super().execute(session, clicks=max(1, min(99, arguments["x"])))
@@ -438,4 +444,3 @@ class NotANumber(Sums):
     async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
         text = said(session)
         return 0.0 if not text else len(re.findall("####", text)) / len(text) * float("inf" if "I" in text else "1")
-

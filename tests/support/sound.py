@@ -1,17 +1,21 @@
 """Small environments with nothing wrong, of which `planted.py` makes broken ones."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
 from agentrl import Environment, Reply, Session, Task, Tool, ToolResponse
 
-WORDS = (
-    "otter falcon maple violin harbor lantern saffron granite pepper velvet cobalt thistle walnut meadow copper ribbon "
-    "saddle turnip anchor beetle canyon dagger ember fiddle goblet hammer island jacket kettle ladder magnet needle "
-    "orchid parrot quartz rocket spiral tunnel urchin vessel willow yonder zephyr basket candle dragon engine forest"
-).split()
+WORDS = re.findall(
+    r"\w+",
+    """
+    otter falcon maple violin harbor lantern saffron granite pepper velvet cobalt thistle walnut meadow copper
+    ribbon saddle turnip anchor beetle canyon dagger ember fiddle goblet hammer island jacket kettle ladder magnet
+    needle orchid parrot quartz rocket spiral tunnel urchin vessel willow yonder zephyr basket candle dragon
+    engine forest
+    """,
+)
 SIZES = {"train": 80, "test": 20}
 
 
@@ -20,7 +24,7 @@ class Small(Environment):
 
     name = "small"
     splits = ("test",)
-    sizes = SIZES
+    sizes: Mapping[str, int] = SIZES
 
     def make(self, rng: Random, index: int) -> dict[str, Any]:
         """The data of a task."""
@@ -89,7 +93,7 @@ class Find(Tool):
 
     name = "find_room"
     description = "Look up in which room a person sits."
-    parameters = {
+    parameters: Mapping[str, Any] = {
         "type": "object",
         "properties": {"person": {"type": "string", "description": "The name of the person."}},
         "required": ["person"],
@@ -110,7 +114,8 @@ class Lookup(Small):
 
     def make(self, rng: Random, index: int) -> dict[str, Any]:
         person = f"{rng.choice(WORDS)}{index}"
-        return {"question": f"In which room does {person} sit?", "person": person, "answer": f"{rng.randint(100, 999)}{rng.choice('abcdef')}x"}  # fmt: skip
+        room = f"{rng.randint(100, 999)}{rng.choice('abcdef')}x"
+        return {"question": f"In which room does {person} sit?", "person": person, "answer": room}
 
     def tools(self) -> Sequence[Tool]:
         return self.own
@@ -163,7 +168,7 @@ class Press(Tool):
 
     name = "turn_dial"
     description = "Turn the dial by a number of clicks. Says where it stands."
-    parameters = {
+    parameters: Mapping[str, Any] = {
         "type": "object",
         "properties": {"clicks": {"type": "integer", "description": "How far to turn.", "minimum": 1, "maximum": 99}},
         "required": ["clicks"],

@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from agentrl import __version__
+from agentrl.cli.audit import audit_command
 from agentrl.cli.chat import chat_command
 from agentrl.cli.check import check_command
 from agentrl.cli.compare import compare_command
@@ -104,6 +105,7 @@ app.command("compare")(compare_command)
 app.command("sft")(sft_command)
 app.command("reward-model")(reward_model_command)
 app.command("check")(check_command)
+app.command("audit")(audit_command)
 app.command("doctor")(doctor_command)
 app.command("try")(try_command)
 app.command("serve")(serve_command)

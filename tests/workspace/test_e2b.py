@@ -26,7 +26,7 @@ async def service(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
 
 @pytest.fixture
 async def provider(service: Service) -> AsyncIterator[E2bProvider]:
-    made = E2bProvider(deadline=3.0)
+    made = E2bProvider(deadline=2.0)
     await made.start("run-of-a-test")
     yield made
     service.faults.clear()
@@ -104,6 +104,16 @@ async def test_what_a_sandbox_is_asked_for(service: Service, provider: E2bProvid
         await provider.open(WorkspaceSpec(network=Network(hosts=("pypi.org:443",))))
     with pytest.raises(UserError, match="has no template 'none-such'"):
         await provider.open(WorkspaceSpec("none-such"))
+
+
+async def test_names_that_are_no_text(workspace: E2bWorkspace) -> None:
+    await workspace.exec("printf x > $(printf 'a\\377b')")
+    [entry] = await workspace.listing()
+    assert (entry.path, entry.size) == ("a\ufffdb", 1)
+    assert len(await workspace.diff()) == 1
+    assert len(await workspace.pack(["."])) > 0
+    with pytest.raises(PathError, match="UTF-8"):
+        await workspace.read("a\udcffb")
 
 
 async def test_programs_of_another_user(workspace: E2bWorkspace) -> None:

@@ -1,6 +1,7 @@
 """`E2bWorkspace`: a sandbox of the service E2B, whose daemon (envd) runs programs in it; and the terminals in it."""
 
 import asyncio
+import base64
 import contextlib
 import gzip
 import math
@@ -256,9 +257,9 @@ class Process:
                 code = event.value.exit_code
                 return "end", code if event.value.exited and code >= 0 else 128 + 9
 
-    async def send(self, data: bytes, stream: str = "stdin") -> None:
-        """Give it input. Raises WorkspaceError."""
-        await self._workspace.input(self._pid, stream, data)
+    async def send(self, data: bytes, *, terminal: bool = False) -> None:
+        """Give it input, or type it. Raises WorkspaceError."""
+        await self._workspace.input(self._pid, data, terminal=terminal)
 
     async def resize(self, rows: int, columns: int) -> None:
         """Set the size of its terminal. Raises WorkspaceError."""
@@ -377,47 +378,56 @@ class E2bWorkspace(Workspace):
         """Start a program. user: empty for the image's. size: of its terminal. Raises PathError, WorkspaceError."""
         from connectrpc.errors import ConnectError
         from e2b.envd.process import process_pb
-        from e2b.envd.utils import authentication_header
-        from packaging.version import Version
 
         self._check()
+        try:
+            "".join(words).encode()
+        except UnicodeEncodeError:
+            raise PathError("the service e2b carries no paths or words that are not UTF-8") from None
         config = process_pb.ProcessConfig(cmd=words[0], args=list(words[1:]), envs=env or {})
         pty = process_pb.PTY(size=process_pb.PTY.Size(rows=size[0], cols=size[1])) if size else None
-        request = process_pb.StartRequest(process=config, pty=pty, stdin=stdin)
-        events = self._rpc.start(
-            request, headers={**authentication_header(Version("99"), user or None), "Keepalive-Ping-Interval": "50"}
-        )
+        headers = {"Keepalive-Ping-Interval": "50"}
+        if user:
+            headers["Authorization"] = f"Basic {base64.b64encode(f'{user}:'.encode()).decode()}"
+        events = self._rpc.start(process_pb.StartRequest(process=config, pty=pty, stdin=stdin), headers=headers)
         try:
-            event = (await within(self._provider.deadline, anext(events))).event.event
+            first = (await within(self._provider.deadline, anext(events))).event
         except TimeoutError:
             raise self.failed("start a program", TimeoutError("no answer")) from None
-        except ConnectError as error:
-            if user and all(word in str(error).lower() for word in _NO_USER):
+        except Exception as error:  # noqa: BLE001 - whatever the SDK makes of what the service says
+            unknown = isinstance(error, ConnectError) and all(word in str(error).lower() for word in _NO_USER)
+            if user and unknown:
                 raise PathError(f"user {user!r}: the image has no such user") from None
             raise self.failed("start a program", error) from None
-        except Exception as error:  # noqa: BLE001 - whatever the SDK makes of what the service says
-            raise self.failed("start a program", error) from None
-        if event is None or event.field != "start":
-            raise self.failed("start a program", ValueError("it was not started"))
-        return Process(self, events, event.value.pid)
+        event: Any = first.event if first is not None else None
+        if event is not None and event.field == "start":
+            return Process(self, events, event.value.pid)
+        raise self.failed("start a program", ValueError("it was not started"))
 
-    async def input(self, pid: int, stream: str, data: bytes) -> None:
+    async def input(self, pid: int, data: bytes, *, terminal: bool = False) -> None:
         """Give a program input. Raises WorkspaceError."""
         from e2b.envd.process import process_pb
         from protobuf import Oneof
 
-        selector = process_pb.ProcessSelector(selector=Oneof("pid", pid))
-        given = process_pb.ProcessInput(input=Oneof(stream, data))
-        await self._call("give input", self._rpc.send_input(process_pb.SendInputRequest(process=selector, input=given)))
+        kind: Any = Oneof("pty" if terminal else "stdin", data)
+        given = process_pb.ProcessInput(input=kind)
+        request = process_pb.SendInputRequest(process=self._selector(pid), input=given)
+        await self._call("give input", self._rpc.send_input(request))
 
     async def resized(self, pid: int, rows: int, columns: int) -> None:
         """Set the size of a terminal. Raises WorkspaceError."""
         from e2b.envd.process import process_pb
+
+        pty = process_pb.PTY(size=process_pb.PTY.Size(rows=rows, cols=columns))
+        request = process_pb.UpdateRequest(process=self._selector(pid), pty=pty)
+        await self._call("resize a terminal", self._rpc.update(request))
+
+    def _selector(self, pid: int) -> Any:
+        from e2b.envd.process import process_pb
         from protobuf import Oneof
 
-        selector = process_pb.ProcessSelector(selector=Oneof("pid", pid))
-        pty = process_pb.PTY(size=process_pb.PTY.Size(rows=rows, cols=columns))
-        await self._call("resize a terminal", self._rpc.update(process_pb.UpdateRequest(process=selector, pty=pty)))
+        number: Any = Oneof("pid", pid)
+        return process_pb.ProcessSelector(selector=number)
 
     async def exec(
         self,
@@ -714,7 +724,7 @@ class E2bTerminal(Terminal):
         self._check()
         if self._ended:
             raise WorkspaceError("the shell has ended")
-        await self._process.send(data, "pty")
+        await self._process.send(data, terminal=True)
 
     async def read(self, seconds: float, most: int = 1 << 16) -> bytes | None:
         self._check()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from agentrl.eval.replicates import Variances, replicated, seeds_needed
 from agentrl.eval.result import SplitResult, summarize
 from agentrl.eval.sides import Side, differences, sides_of
 from agentrl.plugins.types import Json
+from agentrl.recipe.schema import Recipe
 
 WANTED = 0.02
 """The difference in the share of solved tasks that is asked about where nothing else is said."""
@@ -208,7 +210,8 @@ def compare(
 def compared(sides: Sequence[Side], splits: Sequence[str] | None, asked: _Asked) -> Comparison:
     """Compare sides that are stored; see `compare`. Raises UserError."""
     common = [split for split in sides[0].splits if all(split in side.splits for side in sides)]
-    notes, beside = differences(sides)
+    recipes = {one.folder: one.recipe() for side in sides for one in side.members}
+    notes, beside = differences(sides, recipes)
     if splits:
         for split in splits:
             if split not in common:
@@ -219,14 +222,16 @@ def compared(sides: Sequence[Side], splits: Sequence[str] | None, asked: _Asked)
         raise UserError(f"no split is in all of them: {told}")
     elif left := sorted({split for side in sides for one in side.members for split in one.files} - set(common)):
         notes.append(f"left out, not in all of them: {', '.join(left)}")
-    paired = [one for split in common for one in _split(split, sides, asked, notes)]
+    prices = {folder: _prices(recipe) for folder, recipe in recipes.items()}
+    paired = [one for split in common for one in _split(split, sides, asked, prices, notes)]
     raised = holm([one.found.p for one in paired])
     paired = [replace(one, p=p) for one, p in zip(paired, raised, strict=True)]
     return Comparison(tuple(sides), tuple(paired), tuple(notes), tuple(beside))
 
 
-def _split(split: str, sides: Sequence[Side], asked: _Asked, notes: list[str]) -> list[Paired]:
-    prices = {one.folder: _prices(one.recipe()) for side in sides for one in side.members}
+def _split(
+    split: str, sides: Sequence[Side], asked: _Asked, prices: Mapping[Path, Prices], notes: list[str]
+) -> list[Paired]:
     played = [
         _Played(
             side,
@@ -245,11 +250,9 @@ def _split(split: str, sides: Sequence[Side], asked: _Asked, notes: list[str]) -
     return [_pair(split, (played[0], other), measure, asked) for other in played[1:]]
 
 
-def _prices(recipe: object) -> Prices:
+def _prices(recipe: Recipe | None) -> Prices:
     """The endpoint's prices by a recipe, empty where it has none."""
-    from agentrl.recipe.schema import Recipe
-
-    found = recipe.engine.args.get("prices") if isinstance(recipe, Recipe) else None
+    found = recipe.engine.args.get("prices") if recipe is not None else None
     return found if isinstance(found, dict) else {}
 
 
@@ -415,18 +418,16 @@ def sentences(one: Paired) -> Iterator[str]:
         more = "more" if d.value > 0 else "less"
         yield f"{one.b} solves {told(abs(d.value))} points {more} than {one.a} ({interval})."
     else:
-        more = "more" if d.value > 0 else "less"
-        yield f"{one.b} has {told(abs(d.value))} {more} {_noun(one.measure)} than {one.a} ({interval})."
+        more = "higher" if d.value > 0 else "lower"
+        name = one.measure.name.replace("_", " ")
+        yield f"{one.b}'s mean of {name} is {told(abs(d.value))} {more} than {one.a}'s ({interval})."
     if one.replicated:
         yield from _of_recipes(one)
         return
     if one.seeds:
         yield _of_checkpoints(one)
-    yield _of_tasks(one)
-
-
-def _noun(measure: Measure) -> str:
-    return {"tool_errors": "tool errors"}.get(measure.name, measure.name)
+    if line := _of_tasks(one):
+        yield line
 
 
 def _of_recipes(one: Paired) -> Iterator[str]:
@@ -468,13 +469,15 @@ def _of_checkpoints(one: Paired) -> str:
 
 
 def _of_tasks(one: Paired) -> str:
-    tasks, told = len(one.pairs), one.measure.told
-    unit = " points" if one.measure.share else ""
-    if one.measure.share and one.shown >= 1:
-        known = f"{tasks:,} tasks show no difference reliably"
+    """What so many tasks show, and how many would show more; empty where there is nothing to be said."""
+    tasks, more = len(one.pairs), "; ".join(_more(one))
+    if not one.measure.share:
+        return f"8 times out of 10, {more}." if more else ""
+    if one.shown < 1:
+        known = f"{tasks:,} tasks show differences from {one.measure.told(one.shown)} points on, 8 times out of 10"
     else:
-        known = f"{tasks:,} tasks show differences from {told(one.shown)}{unit} on, 8 times out of 10"
-    return f"{known}; {'; '.join(_more(one))}." if one.needed else f"{known}."
+        known = f"{tasks:,} tasks show no difference reliably"
+    return f"{known}; {more}." if more else f"{known}."
 
 
 def _more(one: Paired) -> Iterator[str]:

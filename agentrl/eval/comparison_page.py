@@ -126,7 +126,11 @@ def _figures(one: Paired) -> str:
         rows.append((f"{one.measure.name} of each seed", told[0], told[1]))
     else:
         rows.append(("95 % interval", f"{a.low:.1%} to {a.high:.1%}", f"{b.low:.1%} to {b.high:.1%}"))
-    for name in ("samples", "failed", "reward", "turns", "tool_calls", "tool_errors", "tokens", "seconds"):
+    rows.append(("reward", f"{a.reward:,.4g}", f"{b.reward:,.4g}"))
+    if not one.replicated:
+        told = [f"{side.reward_low:.4g} to {side.reward_high:.4g}" for side in one.results]
+        rows.append(("its 95 % interval", told[0], told[1]))
+    for name in ("samples", "failed", "turns", "tool_calls", "tool_errors", "tokens", "seconds"):
         rows.append((name.replace("_", " "), f"{getattr(a, name):,.4g}", f"{getattr(b, name):,.4g}"))
     body = "".join(f"<tr><td>{name}</td><td>{first}</td><td>{second}</td></tr>" for name, first, second in rows)
     head = f"<tr><th>{len(one.pairs):,} tasks that pair</th><th>{one.a}</th><th>{one.b}</th></tr>"

@@ -135,7 +135,7 @@ def bootstrap_interval(d: Values, scale: float | None = 1.0) -> tuple[float, flo
 
 def tasks_needed(d: Values, wanted: float, unit: float = 1.0) -> int:
     """How many tasks show a difference of `wanted` (above 0) 8 times out of 10, where tasks differ as much from
-    each other as in `d`. unit: the smallest step of a task's difference, 1 with one sample a side.
+    each other as in `d`. unit: the smallest step of a task's difference, 1 with one sample a side, 0 of a real number.
 
     Connor (1987) with the variance of `d`, to which two tasks that differ by `unit` are added, and with the correction
     for continuity of an exact test.
@@ -145,6 +145,8 @@ def tasks_needed(d: Values, wanted: float, unit: float = 1.0) -> int:
     square = max(around + wanted**2, wanted * unit)
     half = Z95 * math.sqrt(square) + Z80 * math.sqrt(max(0.0, square - wanted**2))
     plain = (half / wanted) ** 2
+    if not unit:
+        return max(1, math.ceil(plain))
     return math.ceil(plain / 4 * (1 + math.sqrt(1 + 4 * unit / (plain * wanted))) ** 2)
 
 

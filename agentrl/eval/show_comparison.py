@@ -79,7 +79,8 @@ def _table(paired: Sequence[Paired]) -> Table:
     tests = dict.fromkeys("t over seeds and tasks" if one.replicated else one.found.test for one in paired)
     holm = f", Holm over {len(paired)}" if len(paired) > 1 else ""
     method = "seeds and tasks" if seeds else "bootstrap of tasks"
-    table.caption = f"differences of solved in points; p: {', '.join(tests)}{holm}; interval: {method}"
+    points = "differences of solved in points; " if any(one.measure.share or one.also for one in paired) else ""
+    table.caption = f"{points}p: {', '.join(tests)}{holm}; interval: {method}"
     return table
 
 

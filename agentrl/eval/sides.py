@@ -332,12 +332,10 @@ def _alike(how: Recipe, known: Sequence[_Found], splits: Sequence[str] | None) -
     return how.changed(eval={"tasks": max(tasks, 1), "samples": samples}), chosen
 
 
-def differences(sides: Sequence[Side]) -> tuple[list[str], list[str]]:
+def differences(sides: Sequence[Side], runs: Mapping[Path, Recipe | None]) -> tuple[list[str], list[str]]:
     """What makes evaluations unlike, which is to be read first, and how the recipes and the code of the sides differ.
-
-    It is found from what is stored; what is not there is not told."""
+    runs: the recipe of each folder. What is not stored is not told."""
     first: list[str] = []
-    runs = {one.folder: one.recipe() for side in sides for one in side.members}
     steps = {side.letter: side.members[0].steps for side in sides}
     if len({side.folder for side in sides}) > 1 and len({one for one in steps.values() if one}) > 1:
         told = ", ".join(f"{letter} {_trained(one)}" for letter, one in steps.items() if one)

@@ -101,14 +101,14 @@ def mean_interval(values: Sequence[Sequence[float]]) -> tuple[float, float, floa
 
 def t_p(t: float, freedom: float) -> float:
     """The two-sided p of Student's t, of any positive degrees of freedom (a regularized incomplete beta function)."""
-    if not t:
-        return 1.0
-    x = freedom / (freedom + t * t)
+    x, rest = freedom / (freedom + t * t), t * t / (freedom + t * t)
+    if not rest or not x:
+        return 1.0 if not rest else 0.0
     a, b = freedom / 2, 0.5
-    log = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    log = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
     if x < (a + 1) / (a + b + 2):
         return math.exp(log) * _beta_fraction(a, b, x) / a
-    return 1 - math.exp(log) * _beta_fraction(b, a, 1 - x) / b
+    return 1 - math.exp(log) * _beta_fraction(b, a, rest) / b
 
 
 def _beta_fraction(a: float, b: float, x: float) -> float:
@@ -130,11 +130,15 @@ def _beta_fraction(a: float, b: float, x: float) -> float:
 
 @lru_cache(100_000)
 def t_quantile(freedom: float, p: float = 0.05) -> float:
-    """Student's t whose two-sided p is `p`."""
-    low, high = 0.0, 1.0
-    while t_p(high, freedom) > p:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if t_p(middle, freedom) > p else (low, middle)
-    return high
+    """Student's t whose two-sided p is `p`, by Newton's method in logarithms: there p falls ever steeper, so that it
+    converges from above."""
+    log = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    t = 2.0
+    for _ in range(100):
+        found = t_p(t, freedom)
+        density = math.exp(log - (freedom + 1) / 2 * math.log1p(t * t / freedom))
+        step = math.log(found / p) * found / (2 * t * density)
+        t *= math.exp(step)
+        if abs(step) < 1e-11:
+            break
+    return t

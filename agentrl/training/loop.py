@@ -318,6 +318,8 @@ def _held_out(result: SplitResult, groups: Sequence[Group]) -> dict[str, float]:
         "accuracy_low": result.low,
         "accuracy_high": result.high,
         **reward_metrics([t for group in groups for t in group.trajectories]),
+        "reward_low": result.reward_low,
+        "reward_high": result.reward_high,
         **{f"pass_at_{k}": value for k, value in result.pass_at.items() if k > 1},
         "turns": result.turns,
         "response_tokens": result.tokens,

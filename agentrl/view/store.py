@@ -464,21 +464,28 @@ def _mapping(value: object) -> dict[str, Json]:
 
 
 def _accuracy(facts: Json) -> Json | None:
-    """Tasks, samples, accuracy and its interval of an evaluation; None where nobody said what is solved."""
-    from agentrl.eval.statistics import accuracy_interval
+    """Tasks, samples, accuracy and mean reward of an evaluation with their intervals; None where nobody said what is
+    solved."""
+    from agentrl.eval.statistics import accuracy_interval, mean_interval
 
     tasks: dict[str, tuple[int, int]] = {}
-    for task, solved in zip(column(facts, "task"), column(facts, "solved"), strict=True):
+    rewards: dict[str, list[float]] = {}
+    columns = (column(facts, name) for name in ("task", "solved", "reward"))
+    for task, solved, reward in zip(*columns, strict=True):
         if isinstance(solved, bool):
             correct, samples = tasks.get(task, (0, 0))
             tasks[task] = correct + solved, samples + 1
+            if isinstance(reward, int | float):
+                rewards.setdefault(task, []).append(reward)
     if not tasks:
         return None
     value, low, high = accuracy_interval(*zip(*tasks.values(), strict=True))
     failed = sum(boundary is not None for boundary in column(facts, "boundary"))
     samples = sum(count for _, count in tasks.values())
     found = {"tasks": len(tasks), "samples": samples, "failed": failed}
-    return {**found, "accuracy": value, "low": low, "high": high}
+    names = ("reward", "reward_low", "reward_high")
+    mean = dict(zip(names, mean_interval(list(rewards.values())), strict=True)) if rewards else {}
+    return {**found, "accuracy": value, "low": low, "high": high, **mean}
 
 
 def _previews(path: Path) -> Json:

@@ -38,6 +38,7 @@ from agentrl.cli.recipes import recipes_command
 from agentrl.cli.replay import replay_command
 from agentrl.cli.rescore import rescore_command
 from agentrl.cli.rollout import rollout_command
+from agentrl.cli.scan import scan_command
 from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import reward_model_command, sft_command
 from agentrl.cli.show import show_command
@@ -116,6 +117,7 @@ app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
 app.command("continue")(continue_command)
 app.command("why")(why_command)
+app.command("scan")(scan_command)
 app.command("view")(view_command)
 app.add_typer(new_app, name="new")
 app.add_typer(env_app, name="env")

@@ -18,8 +18,9 @@ from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy, SplitResult, failures
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE
+from agentrl.learner.history import UNKNOWN_NAMES
 from agentrl.learner.learner import Learner
-from agentrl.learner.monitors import UNKNOWN_NAMES, Finding, Health
+from agentrl.learner.monitors import Finding, Health
 from agentrl.learner.roles import RoleHost
 from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.types import Json

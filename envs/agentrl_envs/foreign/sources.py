@@ -76,3 +76,23 @@ class TextArena(_Named):
     pins = PINS / "textarena.txt"
     argument = "game"
     module = "textarena"
+
+
+class MiniWob(_Named):
+    """Pages of MiniWoB++ 1.1.0, which want the system package chromium."""
+
+    about = "a page of MiniWoB++ 1.1.0 (with the system package chromium)"
+    what = "PAGE"
+    pins = PINS / "miniwob.txt"
+    argument = "task"
+    module = "miniwob"
+
+
+class Gymnasium(_Named):
+    """Environments of Gymnasium 1.4.0 that are told in words."""
+
+    about = "an environment of Gymnasium 1.4.0: an id, or file.py:Class"
+    what = "ENV"
+    pins = PINS / "gymnasium.txt"
+    argument = "env"
+    module = "gymnasium"

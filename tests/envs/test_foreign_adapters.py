@@ -132,7 +132,7 @@ def test_demonstrations_of_a_game_are_moves_that_it_lists(environments_venv: str
 
 
 async def test_an_opponent_of_ones_own(environments_venv: str, tmp_path: Path) -> None:
-    code = "def lowest(told, rng):\n    moves = told.rpartition('Available Moves: ')[2]\n    return moves.split(\"'\")[1]\n"
+    code = "def lowest(told, rng):\n    return told.rpartition('Available Moves: ')[2].split(\"'\")[1]\n"
     (tmp_path / "mine.py").write_text(code)
     env = foreign(environments_venv, "textarena", game="TicTacToe-v0", players=2, opponent=f"{tmp_path}/mine.py:lowest")
     done = await played(env, "[8]", "[7]", "[6]")
@@ -196,7 +196,9 @@ async def test_gymnasium_words_for_words(environments_venv: str) -> None:
 
 async def test_gymnasium_parts_and_numbers(environments_venv: str) -> None:
     env = foreign(environments_venv, "gymnasium", env=f"{ROOMS}:Rooms", opening="Find the vault.\n")
-    done = await played(env, call("act", way=0, shout="ho"), call("act", way=1, shout="hi"), call("act", way=1, shout="a"))
+    done = await played(
+        env, call("act", way=0, shout="ho"), call("act", way=1, shout="hi"), call("act", way=1, shout="a")
+    )
     await env.close()
     assert [m["content"] for m in done.messages if m["role"] != "assistant"] == [
         "Find the vault.\nroom: hall\ngold: 0", "room: hall\ngold: 0", "room: cellar\ngold: 1", "room: vault\ngold: 2",

@@ -161,7 +161,11 @@ async def test_sessions_are_counted_and_silent_ones_end() -> None:
 
 async def test_who_may_ask() -> None:
     async with served(game(), key="secret") as url, aiohttp.ClientSession() as http:
-        for headers, status in (({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": "Bearer secret"}, 200)):
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer no"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
             async with http.get(f"{url}/health", headers=headers) as answer:
                 assert answer.status == status
         assert (await talk(url, {"type": "state"}, Authorization="Bearer secret"))[0]["type"] == "state"
@@ -254,7 +258,9 @@ async def test_a_session_over_http_plays_too() -> None:
         name = (await rpc(url, "openenv/session/create"))["result"]["session_id"]
         early = await rpc(url, "tools/call", session_id=name, name="move", arguments={"to": "north"})
         assert "reset comes first" in early["error"]["message"]
-        opening, state = await talk(url, {"type": "reset", "data": {"seed": 1}}, {"type": "state"}, path=f"/ws?session_id={name}")
+        opening, state = await talk(
+            url, {"type": "reset", "data": {"seed": 1}}, {"type": "state"}, path=f"/ws?session_id={name}"
+        )
         assert state["data"]["task"] == "train-1"
         assert opening["data"]["reward"] == 0.0
         moved = await rpc(url, "tools/call", session_id=name, name="move", arguments={"to": "north"})
@@ -270,8 +276,13 @@ async def test_played_by_stage_and_server_alike() -> None:
     task = here.tasks("train")[5]
     turns = [call("move", to=way) for way in ("north", "east", "south", "west")]
     alone = await Stage(here, limits=game().rollout.model_copy(update={"max_turns": 4})).play(task, lambda _: turns)
-    actions = [{"type": "call_tool", "tool_name": "move", "arguments": {"to": way}} for way in ("north", "east", "south", "west")]
+    actions = [
+        {"type": "call_tool", "tool_name": "move", "arguments": {"to": way}}
+        for way in ("north", "east", "south", "west")
+    ]
     async with served(game("rollout.max_turns=4", "rewards.weights={}")) as url:
-        answers = await talk(url, {"type": "reset", "data": {"index": 5}}, *({"type": "step", "data": a} for a in actions))
+        answers = await talk(
+            url, {"type": "reset", "data": {"index": 5}}, *({"type": "step", "data": a} for a in actions)
+        )
     assert answers[-1]["data"]["done"] is True
     assert sum(answer["data"]["reward"] for answer in answers) == pytest.approx(alone.reward)

@@ -1,6 +1,6 @@
 """TRL trains on a served environment, by its `environment_factory` and OpenEnv's own client.
 
-`python trl_openenv.py URL MODEL SITE_PACKAGES OUT`: the last folder but one holds OpenEnv, and stands behind all others.
+`python trl_openenv.py URL MODEL SITE_PACKAGES OUT`: SITE_PACKAGES holds OpenEnv, and stands behind all other packages.
 """
 
 import json

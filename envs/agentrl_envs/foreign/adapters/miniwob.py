@@ -50,8 +50,10 @@ CAREFUL = 0.4
 """The share of careless clicks that are right for certain."""
 WIDGETS = {"textbox": "text"}
 """What pages call a role that the browser calls otherwise."""
-_SKIPPED = frozenset(("RootWebArea", "InlineTextBox", "generic", "none", "paragraph", "LineBreak", "Section", "LabelText",
-                      "MenuListPopup"))  # fmt: skip
+_SKIPPED = frozenset(
+    ("RootWebArea", "InlineTextBox", "generic", "none", "paragraph", "LineBreak", "Section", "LabelText",
+     "MenuListPopup")
+)  # fmt: skip
 _KEYS = {"Enter": 13, "Tab": 9, "Backspace": 8, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37,
          "ArrowRight": 39}  # fmt: skip
 _REF = {"type": "integer", "description": "Number of an element."}
@@ -97,7 +99,9 @@ class Adapter:
         self.sizes, self.seed = {"train": train, "test": held_out}, seed
         path = shutil.which(chromium)
         if path is None:
-            raise ValueError(f"there is no browser {chromium!r}: install the package chromium, or name it by `chromium`")
+            raise ValueError(
+                f"there is no browser {chromium!r}: install the package chromium, or name it by `chromium`"
+            )
         self.path = path
         self.browser: Browser | None = None
         self.starting = threading.Lock()
@@ -124,7 +128,6 @@ class Adapter:
             if self.browser is None:
                 self.browser = Browser(self.path)
         return Episode(self.browser, task)
-
 
     def demonstrate(self, task: dict[str, Any], seed: int, style: str) -> list[dict[str, Any]]:
         """A page played in a style: `named` clicks on the element whose role or name stands in quotes in what is asked,
@@ -196,7 +199,12 @@ class Episode:
         self._refs, lines = {}, []
         for node in nodes:
             role, name = _value(node, "role"), _value(node, "name")
-            silent = node.get("ignored") or "backendDOMNodeId" not in node or role in _SKIPPED or (role == "StaticText" and not name.strip())
+            silent = (
+                node.get("ignored")
+                or "backendDOMNodeId" not in node
+                or role in _SKIPPED
+                or (role == "StaticText" and not name.strip())
+            )
             if silent or (role == "StaticText" and names.get(node.get("parentId"), "").strip() == name.strip()):
                 continue
             number = len(self._refs) + 1
@@ -334,9 +342,9 @@ class Browser:
         threading.Thread(target=self._read, name="chromium", daemon=True).start()
 
     def _read(self) -> None:
-        with open(self._in, "rb", buffering=1 << 20) as stream:
+        with open(self._in, "rb", buffering=0) as stream:
             rest = b""
-            while data := stream.read1(1 << 20):
+            while data := stream.read(1 << 20):
                 *whole, rest = (rest + data).split(b"\0")
                 for line in whole:
                     told = json.loads(line)

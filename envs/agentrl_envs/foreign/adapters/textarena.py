@@ -1,7 +1,7 @@
 """textarena: its games for one player, and those for two against a fixed opponent.
 
-A turn of the model is a move, in the form that the game asks for (`[4]`); the game's messages are what the user says. The
-games draw from Python's global random numbers, so each game's are put in place before it moves and taken away after.
+A turn of the model is a move, in the form that the game asks for (`[4]`); the game's messages are what the user says.
+The games draw from Python's global random numbers, so each game's are put in place before it moves and taken away after.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ Opponent = Callable[[str, random.Random], str]
 
 
 class Adapter:
-    """game: an id of textarena, such as `TicTacToe-v0`. options: further arguments of the game. players: 1 or 2; seat:
-    the model's, at 2 (-1: both in turn, by task). opponent: who has the other seat: `random` takes one of the moves that
-    the game lists in brackets, or what `file.py:function` names, from the text that a player is told and random numbers
-    to a move. train, held_out: how many tasks, each a seed. opening: what stands before the game's own first message;
-    rules: whether the game's rules stand in it. win: the least reward that counts as solved."""
+    """game: an id of textarena, such as `TicTacToe-v0`. options: further arguments of the game. players: 1 or 2. seat:
+    the model's, of two (-1: both in turn, by task). opponent: who has the other seat: `random` takes one of the moves
+    that the game lists in brackets, or what `file.py:function` names, from the text that a player is told and random
+    numbers to a move. train, held_out: how many tasks, each a seed. opening: what stands before the game's own first
+    message; rules: whether the game's rules stand in it. win: the least reward that counts as solved."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Game:
 def _text(told: Any, player: int, rules: bool) -> str:
     """What a player is told, without its own moves; rules: with those of the game."""
     if isinstance(told, str):
-        return told.strip()
+        return str(told.strip())
     kinds = ta.ObservationType
     lines = []
     for sender, message, kind in told:

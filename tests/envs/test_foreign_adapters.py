@@ -13,9 +13,10 @@ from paths import ROOT, SUPPORT
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import load_recipe
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.testing import call, check_environment
 from agentrl.testing.play import Stage
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import FinishReason, Trajectory
 
 pytestmark = pytest.mark.slow
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -138,6 +139,15 @@ async def test_an_opponent_of_ones_own(environments_venv: str, tmp_path: Path) -
     done = await played(env, "[8]", "[7]", "[6]")
     await env.close()
     assert dict(done.rewards) == {"game": 1.0}  # it took 0 and 1
+
+
+async def test_a_game_that_is_left_is_lost(environments_venv: str) -> None:
+    """A model that is paid more for leaving than for losing learns to leave."""
+    env = foreign(environments_venv, "textarena", game="TicTacToe-v0", players=2)
+    left = await Stage(env, limits=RolloutSection(max_turns=1)).play(env.tasks("train")[0], lambda _: ["[0]"])
+    await env.close()
+    assert left.finish is FinishReason.MAX_TURNS
+    assert dict(left.rewards) == {"game": -1.0}
 
 
 @pytest.mark.usefixtures("chromium")

@@ -26,8 +26,8 @@ _ITSELF = ("composite",)  # a set of sets, which `dataset` does better
 class Adapter:
     """dataset: the name of a set, or several, which take turns. config: of the sets, as their own configuration.
     levels: those of the curriculum, which take turns too, and which tasks name as `level`; where a set has no
-    curriculum there are none. attributes: those that have a level; by default all. mode: whether a level draws from it alone
-    (`upper_bound`) or from the lower ones too (`inclusive`). train, held_out: how many tasks. seed: of the sets.
+    curriculum there are none. attributes: those that have a level; by default all. mode: whether a level draws from it
+    alone (`upper_bound`) or from the lower ones too (`inclusive`). train, held_out: how many tasks. seed: of the sets.
     opening: what stands before each question. tag: the XML tag in which an answer is looked for; where it does not
     occur, the whole text is the answer."""
 

@@ -188,7 +188,8 @@ class Episode:
         wanted = _QUOTED.search(asked)
         for number, line in enumerate(lines, 1):
             role, _, name = line.partition(" ")
-            if wanted and wanted.group(1) in (name.strip('"'), WIDGETS.get(role, role)):
+            kind = "textarea" if role == "textbox" and "multiline" in name.split() else WIDGETS.get(role, role)
+            if wanted and wanted.group(1) in (name.strip('"'), kind):
                 return number
         raise ValueError(f"this page has no demonstrations: {asked[:80]}")
 
@@ -313,7 +314,7 @@ def _line(node: dict[str, Any], role: str, name: str) -> str:
         words.append(f"= {value!r}")
     for entry in node.get("properties", ()):
         state = entry["value"].get("value")
-        if entry["name"] in ("checked", "selected", "expanded", "disabled") and state in (True, "true", "mixed"):
+        if entry["name"] in ("checked", "selected", "expanded", "disabled", "multiline") and state in (True, "true", "mixed"):
             words.append(entry["name"])
     return " ".join(words)
 

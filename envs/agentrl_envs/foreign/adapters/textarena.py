@@ -183,7 +183,8 @@ def listed_move(told: str, rng: random.Random) -> str:
     """One of the moves in brackets that stand in the last line that has several, or any; `[0]` where none is listed."""
     lines = [found for line in told.split("\n") if (found := _MOVE.findall(line))]
     several = next((found for found in reversed(lines) if len(found) > 1), None)
-    return rng.choice(several or (lines[-1] if lines else ["[0]"]))
+    chosen: str = rng.choice(several or (lines[-1] if lines else ["[0]"]))
+    return chosen
 
 
 def _opponent(name: str) -> Opponent:

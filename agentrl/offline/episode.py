@@ -1,7 +1,7 @@
 """`Episode`: a rollout whose turns come from outside, one at a time: what the driver does is done as in training.
 
-The client of a served environment is the model here. So everything that bounds a rollout in a run (deadlines, what hooks
-may raise and return, the limits of calls and turns, `release` exactly once) bounds it here.
+The client of a served environment is the model here. So everything that bounds a rollout in a run (deadlines, what
+hooks may raise and return, the limits of calls and turns, `release` exactly once) bounds it here.
 """
 
 import asyncio

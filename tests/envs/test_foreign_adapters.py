@@ -13,9 +13,10 @@ from paths import ROOT, SUPPORT
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import load_recipe
+from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.testing import call, check_environment
 from agentrl.testing.play import Stage
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import FinishReason, Trajectory
 
 pytestmark = pytest.mark.slow
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -132,12 +133,21 @@ def test_demonstrations_of_a_game_are_moves_that_it_lists(environments_venv: str
 
 
 async def test_an_opponent_of_ones_own(environments_venv: str, tmp_path: Path) -> None:
-    code = "def lowest(told, rng):\n    moves = told.rpartition('Available Moves: ')[2]\n    return moves.split(\"'\")[1]\n"
+    code = "def lowest(told, rng):\n    return told.rpartition('Available Moves: ')[2].split(\"'\")[1]\n"
     (tmp_path / "mine.py").write_text(code)
     env = foreign(environments_venv, "textarena", game="TicTacToe-v0", players=2, opponent=f"{tmp_path}/mine.py:lowest")
     done = await played(env, "[8]", "[7]", "[6]")
     await env.close()
     assert dict(done.rewards) == {"game": 1.0}  # it took 0 and 1
+
+
+async def test_a_game_that_is_left_is_lost(environments_venv: str) -> None:
+    """A model that is paid more for leaving than for losing learns to leave."""
+    env = foreign(environments_venv, "textarena", game="TicTacToe-v0", players=2)
+    left = await Stage(env, limits=RolloutSection(max_turns=1)).play(env.tasks("train")[0], lambda _: ["[0]"])
+    await env.close()
+    assert left.finish is FinishReason.MAX_TURNS
+    assert dict(left.rewards) == {"game": -1.0}
 
 
 @pytest.mark.usefixtures("chromium")
@@ -196,7 +206,9 @@ async def test_gymnasium_words_for_words(environments_venv: str) -> None:
 
 async def test_gymnasium_parts_and_numbers(environments_venv: str) -> None:
     env = foreign(environments_venv, "gymnasium", env=f"{ROOMS}:Rooms", opening="Find the vault.\n")
-    done = await played(env, call("act", way=0, shout="ho"), call("act", way=1, shout="hi"), call("act", way=1, shout="a"))
+    done = await played(
+        env, call("act", way=0, shout="ho"), call("act", way=1, shout="hi"), call("act", way=1, shout="a")
+    )
     await env.close()
     assert [m["content"] for m in done.messages if m["role"] != "assistant"] == [
         "Find the vault.\nroom: hall\ngold: 0", "room: hall\ngold: 0", "room: cellar\ngold: 1", "room: vault\ngold: 2",

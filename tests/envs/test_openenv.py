@@ -26,7 +26,10 @@ SHOP = {"opening": "Buy for 10."}
 @pytest.fixture(scope="module")
 def urls(environments_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("openenv")
-    with real_server(environments_venv, "guess", folder) as guess, real_server(environments_venv, "shop", folder) as shop:
+    with (
+        real_server(environments_venv, "guess", folder) as guess,
+        real_server(environments_venv, "shop", folder) as shop,
+    ):
         yield {"guess": guess, "shop": shop}
 
 
@@ -176,7 +179,10 @@ SEEN = '{"type": "observation", "data": {"observation": {"sight": "a wall"}}}'
         ('{"type": "weather", "data": {}}', "answered step by"),
         ('{"type": "observation", "data": {"observation": 3}}', "an observation of type int"),
         ('{"type": "observation", "data": {"observation": {}, "reward": "much"}}', "a reward of type str"),
-        ('{"type": "observation", "data": {"observation": {"x": "' + "y" * (9 << 20) + '"}}}', "broke the connection: .*8388608"),
+        (
+            '{"type": "observation", "data": {"observation": {"x": "' + "y" * (9 << 20) + '"}}}',
+            "broke the connection: .*8388608",
+        ),
         ("", "sent what cannot be read"),
     ],
 )

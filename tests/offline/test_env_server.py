@@ -3,6 +3,7 @@
 import asyncio
 import json
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import Any
 
 import aiohttp
 import pytest
+import trl
 from agentrl_envs.openenv.environment import OpenEnv
 from agentrl_envs.text_game.environment import TextGame
+from cli_help import quiet
 from fakes import Env
 from openenv_help import free_port
 from paths import SUPPORT
 
 from agentrl.errors import UserError
+from agentrl.fine_tuning.run import sft
 from agentrl.offline.env_server import MESSAGE_BYTES, serve_environment
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Message, Reply, Session, Task
@@ -161,7 +165,11 @@ async def test_sessions_are_counted_and_silent_ones_end() -> None:
 
 async def test_who_may_ask() -> None:
     async with served(game(), key="secret") as url, aiohttp.ClientSession() as http:
-        for headers, status in (({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": "Bearer secret"}, 200)):
+        for headers, status in (
+            ({}, 401),
+            ({"Authorization": "Bearer no"}, 401),
+            ({"Authorization": "Bearer secret"}, 200),
+        ):
             async with http.get(f"{url}/health", headers=headers) as answer:
                 assert answer.status == status
         assert (await talk(url, {"type": "state"}, Authorization="Bearer secret"))[0]["type"] == "state"
@@ -254,7 +262,9 @@ async def test_a_session_over_http_plays_too() -> None:
         name = (await rpc(url, "openenv/session/create"))["result"]["session_id"]
         early = await rpc(url, "tools/call", session_id=name, name="move", arguments={"to": "north"})
         assert "reset comes first" in early["error"]["message"]
-        opening, state = await talk(url, {"type": "reset", "data": {"seed": 1}}, {"type": "state"}, path=f"/ws?session_id={name}")
+        opening, state = await talk(
+            url, {"type": "reset", "data": {"seed": 1}}, {"type": "state"}, path=f"/ws?session_id={name}"
+        )
         assert state["data"]["task"] == "train-1"
         assert opening["data"]["reward"] == 0.0
         moved = await rpc(url, "tools/call", session_id=name, name="move", arguments={"to": "north"})
@@ -270,8 +280,36 @@ async def test_played_by_stage_and_server_alike() -> None:
     task = here.tasks("train")[5]
     turns = [call("move", to=way) for way in ("north", "east", "south", "west")]
     alone = await Stage(here, limits=game().rollout.model_copy(update={"max_turns": 4})).play(task, lambda _: turns)
-    actions = [{"type": "call_tool", "tool_name": "move", "arguments": {"to": way}} for way in ("north", "east", "south", "west")]
+    actions = [
+        {"type": "call_tool", "tool_name": "move", "arguments": {"to": way}}
+        for way in ("north", "east", "south", "west")
+    ]
     async with served(game("rollout.max_turns=4", "rewards.weights={}")) as url:
-        answers = await talk(url, {"type": "reset", "data": {"index": 5}}, *({"type": "step", "data": a} for a in actions))
+        answers = await talk(
+            url, {"type": "reset", "data": {"index": 5}}, *({"type": "step", "data": a} for a in actions)
+        )
     assert answers[-1]["data"]["done"] is True
     assert sum(answer["data"]["reward"] for answer in answers) == pytest.approx(alone.reward)
+
+
+@pytest.mark.long
+async def test_trl_trains_on_it(environments_venv: str, tmp_path: Path) -> None:
+    """TRL's `environment_factory` on OpenEnv's client; the model was shown games in a template that TRL knows."""
+    template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
+    keys = [
+        f"sft.new_model.chat_template={template}", "sft.new_model.config.max_position_embeddings=2048",
+        "rollout.max_tokens=2000", "sft.stages=[{style: careless, steps: 60, batch: 8, lr: 2e-3, muon_lr: 0.02}]",
+        f"output={tmp_path / 'sft'}",
+    ]  # fmt: skip
+    await asyncio.to_thread(sft, game(*keys), str(tmp_path / "start"), console=quiet())
+    (site,) = Path(environments_venv).glob("lib/python3.*/site-packages")
+    async with served(game(), sessions=16) as url:
+        script = [str(SUPPORT / "trl_openenv.py"), url, str(tmp_path / "start"), str(site), str(tmp_path / "trl")]
+        done = await asyncio.to_thread(
+            subprocess.run, [sys.executable, *script], capture_output=True, text=True, timeout=600
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads(done.stdout.strip().split("\n")[-1])
+    assert len(rows) == 2
+    assert all(row["tools/call_frequency"] > 0 for row in rows)
+    assert any(row["reward"] != 0 for row in rows)

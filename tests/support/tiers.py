@@ -12,7 +12,13 @@ TIERS = {
 }
 """Marker: why a test is not `quick`. It is the order of their files too: those of real servers late, since these may
 still be installed, and then the quick ones, so that the processes that share the files end at about the same time."""
-FIXTURES = {"environments_venv": "environments", "sglang_venv": "sglang", "vllm_venv": "vllm", "bubblewrap": "sandbox", "chromium": "browser"}
+FIXTURES = {
+    "environments_venv": "environments",
+    "sglang_venv": "sglang",
+    "vllm_venv": "vllm",
+    "bubblewrap": "sandbox",
+    "chromium": "browser",
+}
 """Fixture: the marker of every test that uses it."""
 SHARED = ("sglang_url", "ray_address", "podman_help")
 """What takes long to start, for a whole session: one process runs all files that name one of them."""

@@ -103,7 +103,10 @@ class OpenEnv(Environment):
         self._server = Server(url, self._headers)
         offer = self._server.offer(task_env)
         self._tools = tuple(_tools(offer, tool, tools))
-        self._counts = _named(offer.splits, splits, self._server.url) or {"train": ("train", tasks), "test": ("test", held_out)}
+        self._counts = _named(offer.splits, splits, self._server.url) or {
+            "train": ("train", tasks),
+            "test": ("test", held_out),
+        }
         self._has_tasks = bool(offer.splits)
         self.splits = tuple(split for split in self._counts if split != "train")
         self._seed, self._reset, self._opening, self._text = seed, reset or {}, opening, text
@@ -205,9 +208,7 @@ def described(observed: Observed, show: Sequence[str]) -> str:
 
 
 def _fields(observation: Mapping[str, Json]) -> dict[str, Json]:
-    return {
-        name: value for name, value in observation.items() if name not in _OWN and value not in (None, "", [], {})
-    }
+    return {name: value for name, value in observation.items() if name not in _OWN and value not in (None, "", [], {})}
 
 
 def _word(value: Json) -> str:
@@ -218,7 +219,9 @@ def _tools(offer: Offer, tool: str, wanted: Sequence[str] | None) -> Sequence[Op
     """The tools of a server, those that are wanted; its actions as a tool where it has none."""
     names = [str(one["name"]) for one in offer.tools]
     if unknown := [name for name in wanted or () if name not in names]:
-        raise UserError(f"env.args.tools: the server offers no tool {unknown[0]!r}; it has {', '.join(names) or 'none'}")
+        raise UserError(
+            f"env.args.tools: the server offers no tool {unknown[0]!r}; it has {', '.join(names) or 'none'}"
+        )
     if not offer.tools:
         schema = dict(offer.action)
         schema["properties"] = {k: v for k, v in dict(schema.get("properties") or {}).items() if k != "metadata"}

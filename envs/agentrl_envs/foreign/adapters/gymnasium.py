@@ -1,7 +1,7 @@
 """Gymnasium: environments whose observations are words, numbers or dictionaries of such.
 
-A step is a tool call where its action has named parts or is a number, else the words of the answer. Rewards are those of
-the steps.
+A step is a tool call where its action has named parts or is a number, else the words of the answer. Rewards are those
+of the steps.
 """
 
 import importlib
@@ -20,10 +20,10 @@ HELD_OUT = 1_000_000_007
 
 
 class Adapter:
-    """env: an id of Gymnasium's registry, or `package.module:Class`, or `file.py:Class`. options: its arguments. actions:
-    names of the numbers of a discrete action, in order. opening: what stands before the first observation. tool: the
-    name of the tool by which the model acts. train, held_out: how many tasks, each a seed of `reset`. solved: the return
-    that counts as solved."""
+    """env: an id of Gymnasium's registry, or `package.module:Class`, or `file.py:Class`. options: its arguments.
+    actions: names of the numbers of a discrete action, in order. opening: what stands before the first observation.
+    tool: the name of the tool by which the model acts. train, held_out: how many tasks, each a seed of `reset`. solved:
+    the return that counts as solved."""
 
     def __init__(
         self,
@@ -142,7 +142,9 @@ def _schema(space: Any, names: list[str] | None) -> dict[str, Any]:
         return {"type": "integer", "minimum": int(space.start), "maximum": int(space.start + space.n - 1)}
     if isinstance(space, spaces.Box) and space.shape == ():
         return {"type": "number"}
-    raise ValueError(f"actions of the kind {space} are not carried: words, whole numbers, numbers, and parts with names")
+    raise ValueError(
+        f"actions of the kind {space} are not carried: words, whole numbers, numbers, and parts with names"
+    )
 
 
 def _value(space: Any, given: Any, names: list[str] | None) -> Any:

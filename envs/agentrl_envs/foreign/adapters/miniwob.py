@@ -50,8 +50,10 @@ CAREFUL = 0.4
 """The share of careless clicks that are right for certain."""
 WIDGETS = {"textbox": "text"}
 """What pages call a role that the browser calls otherwise."""
-_SKIPPED = frozenset(("RootWebArea", "InlineTextBox", "generic", "none", "paragraph", "LineBreak", "Section", "LabelText",
-                      "MenuListPopup"))  # fmt: skip
+_SKIPPED = frozenset(
+    ("RootWebArea", "InlineTextBox", "generic", "none", "paragraph", "LineBreak", "Section", "LabelText",
+     "MenuListPopup")
+)  # fmt: skip
 _KEYS = {"Enter": 13, "Tab": 9, "Backspace": 8, "Escape": 27, "ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37,
          "ArrowRight": 39}  # fmt: skip
 _REF = {"type": "integer", "description": "Number of an element."}
@@ -97,7 +99,9 @@ class Adapter:
         self.sizes, self.seed = {"train": train, "test": held_out}, seed
         path = shutil.which(chromium)
         if path is None:
-            raise ValueError(f"there is no browser {chromium!r}: install the package chromium, or name it by `chromium`")
+            raise ValueError(
+                f"there is no browser {chromium!r}: install the package chromium, or name it by `chromium`"
+            )
         self.path = path
         self.browser: Browser | None = None
         self.starting = threading.Lock()
@@ -124,7 +128,6 @@ class Adapter:
             if self.browser is None:
                 self.browser = Browser(self.path)
         return Episode(self.browser, task)
-
 
     def demonstrate(self, task: dict[str, Any], seed: int, style: str) -> list[dict[str, Any]]:
         """A page played in a style: `named` clicks on the element whose role or name stands in quotes in what is asked,
@@ -185,7 +188,8 @@ class Episode:
         wanted = _QUOTED.search(asked)
         for number, line in enumerate(lines, 1):
             role, _, name = line.partition(" ")
-            if wanted and wanted.group(1) in (name.strip('"'), WIDGETS.get(role, role)):
+            kind = "textarea" if role == "textbox" and "multiline" in name.split() else WIDGETS.get(role, role)
+            if wanted and wanted.group(1) in (name.strip('"'), kind):
                 return number
         raise ValueError(f"this page has no demonstrations: {asked[:80]}")
 
@@ -196,7 +200,12 @@ class Episode:
         self._refs, lines = {}, []
         for node in nodes:
             role, name = _value(node, "role"), _value(node, "name")
-            silent = node.get("ignored") or "backendDOMNodeId" not in node or role in _SKIPPED or (role == "StaticText" and not name.strip())
+            silent = (
+                node.get("ignored")
+                or "backendDOMNodeId" not in node
+                or role in _SKIPPED
+                or (role == "StaticText" and not name.strip())
+            )
             if silent or (role == "StaticText" and names.get(node.get("parentId"), "").strip() == name.strip()):
                 continue
             number = len(self._refs) + 1
@@ -305,7 +314,7 @@ def _line(node: dict[str, Any], role: str, name: str) -> str:
         words.append(f"= {value!r}")
     for entry in node.get("properties", ()):
         state = entry["value"].get("value")
-        if entry["name"] in ("checked", "selected", "expanded", "disabled") and state in (True, "true", "mixed"):
+        if entry["name"] in ("checked", "selected", "expanded", "disabled", "multiline") and state in (True, "true", "mixed"):
             words.append(entry["name"])
     return " ".join(words)
 
@@ -334,9 +343,9 @@ class Browser:
         threading.Thread(target=self._read, name="chromium", daemon=True).start()
 
     def _read(self) -> None:
-        with open(self._in, "rb", buffering=1 << 20) as stream:
+        with open(self._in, "rb", buffering=0) as stream:
             rest = b""
-            while data := stream.read1(1 << 20):
+            while data := stream.read(1 << 20):
                 *whole, rest = (rest + data).split(b"\0")
                 for line in whole:
                     told = json.loads(line)

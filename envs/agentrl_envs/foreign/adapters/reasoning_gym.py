@@ -24,10 +24,10 @@ _ITSELF = ("composite",)  # a set of sets, which `dataset` does better
 
 
 class Adapter:
-    """dataset: the name of a set, or several, which take turns. config: of the sets, as their own configuration. levels:
-    those of the curriculum, which take turns too, and which tasks name as `level`; where a set has no curriculum there
-    are none. attributes: those that have a level; by default all. mode: whether a level draws from it alone
-    (`upper_bound`) or from the lower ones too (`inclusive`). train, held_out: how many tasks. seed: of the sets.
+    """dataset: the name of a set, or several, which take turns. config: of the sets, as their own configuration.
+    levels: those of the curriculum, which take turns too, and which tasks name as `level`; where a set has no
+    curriculum there are none. attributes: those that have a level; by default all. mode: whether a level draws from it
+    alone (`upper_bound`) or from the lower ones too (`inclusive`). train, held_out: how many tasks. seed: of the sets.
     opening: what stands before each question. tag: the XML tag in which an answer is looked for; where it does not
     occur, the whole text is the answer."""
 
@@ -53,9 +53,8 @@ class Adapter:
         self.config, self.levels = config or {}, levels or []
         self.attributes, self.mode = attributes, RangeAttributeMode(mode)
         self.sizes, self.seed, self.opening, self.tag = {"train": train, "test": held_out}, seed, opening, tag
-        self.kinds: list[tuple[str, int | None]] = [
-            (name, level) for level in (self.levels or [None]) for name in self.names
-        ]
+        every: list[int | None] = [*self.levels] or [None]
+        self.kinds = [(name, level) for level in every for name in self.names]
         self._set = lru_cache(maxsize=256)(self._made)
         for name, level in self.kinds:
             self._set(name, level, "train")

@@ -1,7 +1,8 @@
 """textarena: its games for one player, and those for two against a fixed opponent.
 
-A turn of the model is a move, in the form that the game asks for (`[4]`); the game's messages are what the user says. The
-games draw from Python's global random numbers, so each game's are put in place before it moves and taken away after.
+A turn of the model is a move, in the form that the game asks for (`[4]`); the game's messages are what the user says.
+The games draw from Python's global random numbers, so each game's are put in place before it moves and taken away
+after.
 """
 
 import contextlib
@@ -27,11 +28,13 @@ Opponent = Callable[[str, random.Random], str]
 
 
 class Adapter:
-    """game: an id of textarena, such as `TicTacToe-v0`. options: further arguments of the game. players: 1 or 2; seat:
-    the model's, at 2 (-1: both in turn, by task). opponent: who has the other seat: `random` takes one of the moves that
-    the game lists in brackets, or what `file.py:function` names, from the text that a player is told and random numbers
-    to a move. train, held_out: how many tasks, each a seed. opening: what stands before the game's own first message;
-    rules: whether the game's rules stand in it. win: the least reward that counts as solved."""
+    """game: an id of textarena, such as `TicTacToe-v0`. options: further arguments of the game. players: 1 or 2. seat:
+    the model's, of two (-1: both in turn, by task). opponent: who has the other seat: `random` takes one of the moves
+    that the game lists in brackets, or what `file.py:function` names, from the text that a player is told and random
+    numbers to a move. train, held_out: how many tasks, each a seed. opening: what stands before the game's own first
+    message; rules: whether the game's rules stand in it. win: the least reward that counts as solved.
+    unfinished: the reward of a game that is not over when the rollout is; by default that of a loss against an
+    opponent, else 0: were it more than a loss, a model would learn to leave."""
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class Adapter:
         opening: str = "",
         rules: bool = True,
         win: float = 1.0,
+        unfinished: float | None = None,
     ) -> None:
         if players not in (1, 2):
             raise ValueError(f"players is {players}: games for one player and for two are played")
@@ -53,6 +57,7 @@ class Adapter:
         self.opponent = _opponent(opponent)
         self.sizes, self.seed, self.opening, self.rules = {"train": train, "test": held_out}, seed, opening, rules
         self.win = win
+        self.unfinished = (-1.0 if players == 2 else 0.0) if unfinished is None else unfinished
         if f"{game}-raw" in ta.envs.registration.ENV_REGISTRY:
             self.game = f"{game}-raw"  # without what repeats the whole game in each message
         self.name = game.partition("-v")[0].lower()
@@ -150,9 +155,9 @@ class Game:
         return None if self._rewards is not None else told or "(nothing)"
 
     def grade(self) -> dict[str, Any]:
-        """The game's own reward of the model's seat; 0 for a game that is not over."""
+        """The game's own reward of the model's seat, or that of a game which is not over."""
         over = self._rewards is not None
-        reward = float((self._rewards or {}).get(self._seat, 0.0))
+        reward = self._adapter.unfinished if self._rewards is None else float(self._rewards.get(self._seat, 0.0))
         metrics = {"over": float(over), "invalid": float(self._invalid), "moves": float(self._turns)}
         return {"rewards": {"game": reward}, "metrics": metrics}
 
@@ -164,7 +169,7 @@ class Game:
 def _text(told: Any, player: int, rules: bool) -> str:
     """What a player is told, without its own moves; rules: with those of the game."""
     if isinstance(told, str):
-        return told.strip()
+        return str(told.strip())
     kinds = ta.ObservationType
     lines = []
     for sender, message, kind in told:
@@ -178,7 +183,8 @@ def listed_move(told: str, rng: random.Random) -> str:
     """One of the moves in brackets that stand in the last line that has several, or any; `[0]` where none is listed."""
     lines = [found for line in told.split("\n") if (found := _MOVE.findall(line))]
     several = next((found for found in reversed(lines) if len(found) > 1), None)
-    return rng.choice(several or (lines[-1] if lines else ["[0]"]))
+    chosen: str = rng.choice(several or (lines[-1] if lines else ["[0]"]))
+    return chosen
 
 
 def _opponent(name: str) -> Opponent:

@@ -1,11 +1,9 @@
 """verifiers 0.4, unchanged, in its own interpreter: its rollouts through our gateway, and its rewards back.
 
-The virtual environment is made by `agentrl env add verifiers tests/support/verifiers_tasks/echo_sums`; the tests find
-it by AGENTRL_VERIFIERS_VENV.
+The virtual environment is made by `scripts/verifiers/install`.
 """
 
 import json
-import os
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -25,11 +23,8 @@ TASKS = Path(__file__).parent.parent / "support" / "verifiers_tasks"
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    venv = os.environ.get("AGENTRL_VERIFIERS_VENV")
-    if not venv:
-        pytest.skip("make it with `agentrl env add verifiers PATH` and set AGENTRL_VERIFIERS_VENV=VENV")
-    return f"{venv}/bin/python"
+def python(verifiers_venv: str) -> str:
+    return f"{verifiers_venv}/bin/python"
 
 
 def arguments(python: str, **config) -> dict:
@@ -49,6 +44,7 @@ async def stage_of(args: dict):
         await env.close()
 
 
+@pytest.mark.long
 def test_the_contract_of_environments_holds(python):
     args = arguments(python)
 

@@ -14,6 +14,7 @@ TIERS = {
 still be installed, and then the quick ones, so that the processes that share the files end at about the same time."""
 FIXTURES = {
     "environments_venv": "environments",
+    "verifiers_venv": "environments",
     "sglang_venv": "sglang",
     "vllm_venv": "vllm",
     "bubblewrap": "sandbox",

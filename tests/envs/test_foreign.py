@@ -95,6 +95,56 @@ async def test_what_else_a_step_may_do_fails_the_rollout(what):
     assert (RAISED | ENDED)[what] in played.failure.message
 
 
+WRONG = {
+    "call": [{"text": 5}, {"text": "x", "metrics": "x"}, {"reward": "x"}, {"images": "x"}, {"txt": "x"}],
+    "step": [5, {"messages": 5}, [{"role": "robot", "content": ""}], {"messages": "x", "reward": "x"}, {}],
+    "grade": ["x", None, [1.0], {"right": "x"}, {"right": float("nan")}, {"other": 1.0}, {"rewards": {"right": [1]}}],
+}
+
+
+@pytest.mark.parametrize("where", WRONG)
+async def test_what_it_may_not_return_fails_the_rollout(where):
+    for wrong in WRONG[where]:
+        env = toy(args={"answers": {where: wrong}})
+        try:
+            played = await play(env, "hm", call("guess", number=1), "done")
+        finally:
+            await env.close()
+        assert played.failure is not None, f"{where} returned {wrong!r}"
+        assert played.failure.boundary in ("environment", "reward"), played.failure
+        assert not played.rewards
+
+
+async def test_an_opening_that_hangs_ends_in_time():
+    env = toy("open:hang", start_seconds=1.0)
+    try:
+        played = await play(env, "hm")
+    finally:
+        await env.close()
+    assert "open() took more than 1 s" in played.failure.message
+
+
+async def test_memory_is_bounded_where_the_recipe_says_so():
+    env = toy("step:memory", memory_gb=2.0)
+    try:
+        played = await play(env, "hm")
+    finally:
+        await env.close()
+    assert "MemoryError" in played.failure.message
+
+
+async def test_a_fresh_process_serves_one_rollout():
+    env = ForeignEnvironment(sys.executable, f"{TOY}:Keeping", fresh=True, processes=2)
+    stage = Stage(env)
+    try:
+        played = [
+            await stage.play(env.tasks("train")[0], lambda _: [call("guess", number=1), "done"]) for _ in range(3)
+        ]
+    finally:
+        await env.close()
+    assert [one.rewards["quick"] for one in played] == [1.0] * 3, "nothing is kept of the rollout before"
+
+
 async def test_the_next_attempt_has_another_process(tmp_path):
     env = toy("step:exit", args={"marker": str(tmp_path / "once")})
     try:

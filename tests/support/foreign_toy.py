@@ -23,7 +23,8 @@ GUESS = {
 class Adapter:
     """fault: `where:what`, such as `step:exit`. marker: a file by which only its first maker misbehaves."""
 
-    def __init__(self, most=10, fault="", marker=""):
+    def __init__(self, most=10, fault="", marker="", answers=None):
+        self.answers = answers or {}
         self.most = most
         self.fault = fault
         self.marker = marker
@@ -64,6 +65,17 @@ class Adapter:
         ]
 
 
+class Keeping(Adapter):
+    """Keeps between rollouts what it should not."""
+
+    opened = 0
+
+    def open(self, task, seed):
+        self.opened += 1
+        self.answers = {"grade": {"right": 0.0, "quick": float(self.opened)}}
+        return Game(self, task["secret"])
+
+
 class AsyncAdapter(Adapter):
     async def open(self, task, seed):
         return AsyncGame(self, task["secret"])
@@ -86,15 +98,21 @@ class Game:
         self.adapter.fail("call")
         self.guesses += 1
         self.right = arguments["number"] == self.secret
+        if "call" in self.adapter.answers:
+            return self.adapter.answers["call"]
         said = "right" if self.right else "higher" if arguments["number"] < self.secret else "lower"
         return {"text": said, "reward": 0.125, "metrics": {"distance": abs(arguments["number"] - self.secret)}}
 
     def step(self, message):
         self.adapter.fail("step")
+        if "step" in self.adapter.answers:
+            return self.adapter.answers["step"]
         return "Call guess." if not self.guesses else None
 
     def grade(self, messages):
         self.adapter.fail("grade")
+        if "grade" in self.adapter.answers:
+            return self.adapter.answers["grade"]
         return {"right": float(self.right), "quick": 1.0 / max(1, self.guesses)}
 
     def close(self):
@@ -153,6 +171,7 @@ FAULTS = {
     "hold": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "orphan": _orphan,
+    "memory": lambda: bytearray(4 << 30),
     "raise": lambda: _raise(ValueError("no such thing")),
     "unreadable": lambda: _raise(UnreadableError()),
     "interrupt": lambda: _raise(KeyboardInterrupt()),

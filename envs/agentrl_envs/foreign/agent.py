@@ -25,7 +25,7 @@ class ForeignAgent(Agent):
         start_seconds: float = 120.0,
         variables: dict[str, str] | None = None,
     ) -> None:
-        foreign = foreign_of(python, module, args, processes, False, variables, "agent.args")
+        foreign = foreign_of(python, module, args, processes, variables, "agent.args")
         self._pool = Pool.shared(foreign, processes, start_seconds)
 
     async def solve(self, task: Task, client: AgentClient) -> Json:

@@ -1,9 +1,10 @@
 """The environment `foreign`: somebody else's, unchanged, in an interpreter of its own, played by our driver."""
 
+import asyncio
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -38,6 +39,10 @@ class Episode:
         return answer.get("value")
 
 
+_FIELDS = {"text": str | None, "images": list | None, "reward": int | float | None, "metrics": dict | None}
+"""What `call` of an episode may return, of which kinds; `done` and `error` are read as true or false."""
+
+
 class ForeignTool(Tool):
     """A tool of the foreign environment, by the schema that its adapter describes."""
 
@@ -57,8 +62,11 @@ class ForeignTool(Tool):
             return ToolResponse("" if said is None else str(said))
         if unknown := sorted({*said} - {"text", "images", "reward", "metrics", "done", "error"}):
             raise ForeignError(f"call() of {self.name} returned {unknown[0]!r}, which is no field of an answer")
+        for field, kinds in _FIELDS.items():
+            if not isinstance(said.get(field), kinds):
+                raise ForeignError(f"call() of {self.name} returned {type(said[field]).__name__} as `{field}`")
         return ToolResponse(
-            said.get("text", ""), tuple(said.get("images") or ()), said.get("reward"), said.get("metrics") or {},
+            said.get("text") or "", tuple(said.get("images") or ()), said.get("reward"), said.get("metrics") or {},
             bool(said.get("done")), bool(said.get("error")),
         )  # fmt: skip
 
@@ -68,11 +76,13 @@ class ForeignEnvironment(Environment):
 
     python: the interpreter, such as venv/bin/python. module: the adapter, the name of a shipped one (`textarena`), or
     `package.module` or `file.py`, with `:Class` where it is not called Adapter. args: the adapter's. processes: at most
-    so many at once. alone: each serves one rollout at a time, in its main thread; otherwise it serves many.
+    so many at once. alone: each serves one rollout at a time, in its main thread; otherwise it serves many. fresh: it
+    ends with its rollout. memory_gb: the address space that a process may have.
     start_seconds: until the adapter is imported, and for each task. variables: environment variables.
     """
 
     name = "foreign"
+    reward_parts: tuple[str, ...] | None = None
 
     def __init__(
         self,
@@ -84,9 +94,12 @@ class ForeignEnvironment(Environment):
         alone: bool = False,
         start_seconds: float = 120.0,
         variables: dict[str, str] | None = None,
+        fresh: bool = False,
+        memory_gb: float | None = None,
     ) -> None:
         check_generated(self, source)
-        foreign = foreign_of(python, module, args, processes, alone, variables, "env.args")
+        foreign = foreign_of(python, module, args, processes, variables, "env.args")
+        foreign = replace(foreign, alone=alone or fresh, fresh=fresh, memory_gb=memory_gb)
         self._pool = Pool.shared(foreign, processes, start_seconds)
         described = self._pool.describe()
         self.name = described.get("name") or foreign.name
@@ -128,7 +141,11 @@ class ForeignEnvironment(Environment):
             return _messages(session.task.data.get("messages"))
         process, number = await self._pool.take()
         session.state = episode = Episode(process, number)
-        opened = await process.wait("open", number, dict(session.task.data), session.rng.getrandbits(32))
+        try:
+            async with asyncio.timeout(self._pool.seconds):
+                opened = await process.wait("open", number, dict(session.task.data), session.rng.getrandbits(32))
+        except TimeoutError:
+            raise ForeignError(f"{self.name}: open() took more than {self._pool.seconds:g} s") from None
         if not isinstance(opened, dict):
             raise ForeignError(f"{self.name}: open() was answered by {type(opened).__name__}")
         state = opened.get("state")
@@ -198,14 +215,13 @@ def foreign_of(
     module: str,
     args: dict[str, Json] | None,
     processes: int,
-    alone: bool,
     variables: dict[str, str] | None,
     where: str,
 ) -> Foreign:
     """What runs where, by the arguments of a recipe, at `where`. Raises UserError."""
     if processes < 1:
         raise UserError(f"{where}.processes is {processes}: it must be 1 or more")
-    return Foreign(_interpreter(python, where), module, args or {}, variables or {}, alone)
+    return Foreign(_interpreter(python, where), module, args or {}, variables or {})
 
 
 def _interpreter(python: str, where: str) -> str:

@@ -1,6 +1,7 @@
 """`Pool`: the processes of one foreign environment, and which of them serves which rollout."""
 
 import asyncio
+import dataclasses
 import json
 import threading
 from collections import deque
@@ -23,7 +24,7 @@ class Pool:
 
     def __init__(self, foreign: Foreign, most: int, start_seconds: float) -> None:
         self.foreign = foreign
-        self._most, self._seconds = most, start_seconds
+        self._most, self.seconds = most, start_seconds
         self._lock = threading.Lock()
         self._rollouts: dict[ForeignProcess, int] = {}
         self._waiting: deque[Future[None]] = deque()
@@ -37,7 +38,7 @@ class Pool:
     def shared(cls, foreign: Foreign, most: int, start_seconds: float) -> "Pool":
         """The pool of `foreign`: an environment and the agent that plays it have one. Each closes it, and the last of
         them ends its processes."""
-        key = json.dumps([foreign.python, foreign.module, foreign.args, foreign.variables, foreign.alone], default=str)
+        key = json.dumps(dataclasses.asdict(foreign), default=str, sort_keys=True)
         with _opening:
             pool = _shared.get(key)
             if pool is None or pool._closed:
@@ -72,10 +73,10 @@ class Pool:
 
     def _result(self, future: "Future[Any]", call: str) -> Any:
         try:
-            return future.result(self._seconds)
+            return future.result(self.seconds)
         except TimeoutError:
             raise UserError(
-                f"{self.foreign.name}: {call}() did not return within {self._seconds:g} s (env.args.start_seconds)"
+                f"{self.foreign.name}: {call}() did not return within {self.seconds:g} s (env.args.start_seconds)"
             ) from None
         except ForeignError as error:
             raise UserError(f"{error} ({self.foreign.python})") from None
@@ -91,12 +92,12 @@ class Pool:
         while (process := await self._chosen()) is None:
             await self._wait()
         try:
-            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(process.ready)), self._seconds)
+            await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(process.ready)), self.seconds)
         except TimeoutError:
             self.give_back(process)
             await process.end_in_thread()
             raise ForeignError(
-                f"{self.foreign.name}: its process was not ready within {self._seconds:g} s (env.args.start_seconds)"
+                f"{self.foreign.name}: its process was not ready within {self.seconds:g} s (env.args.start_seconds)"
             ) from None
         except BaseException:
             self.give_back(process)
@@ -135,6 +136,8 @@ class Pool:
             else:
                 return None
             self._rollouts[process] = self._rollouts.get(process, 0) + 1
+            if self.foreign.fresh and len(self._rollouts) < self._most:  # the next one need not wait for its import
+                self._rollouts.setdefault(self._start(), 0)
             return process
 
     async def _wait(self) -> None:
@@ -152,11 +155,12 @@ class Pool:
                     self._waiting.remove(waiting)
 
     def give_back(self, process: ForeignProcess) -> bool:
-        """Note that a rollout is over. Whether its process is to be ended now, since a call hangs in it."""
+        """Note that a rollout is over. Whether its process is to be ended now: a call hangs in it, or it was for this
+        rollout alone."""
         with self._lock:
             if process in self._rollouts:
                 self._rollouts[process] -= 1
-            ends = process.hangs and not self._rollouts.get(process)
+            ends = (process.hangs or self.foreign.fresh) and not self._rollouts.get(process)
             if ends:
                 self._rollouts.pop(process, None)
             waiting = self._waiting.popleft() if self._waiting else None

@@ -62,6 +62,10 @@ class Foreign:
     """Environment variables beside those of this process."""
     alone: bool = False
     """Whether a process serves one episode at a time, in its main thread."""
+    fresh: bool = False
+    """Whether a process serves one episode, and ends with it."""
+    memory_gb: float | None = None
+    """The address space that the process, and each that it starts, may have, in 1e9 bytes."""
 
     @property
     def path(self) -> str:
@@ -112,7 +116,9 @@ class ForeignProcess:
                 os.close(fd)
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        self._write({"module": foreign.path, "args": dict(foreign.args), "alone": foreign.alone})
+        self._write(
+            {"module": foreign.path, "args": dict(foreign.args), "alone": foreign.alone, "memory": foreign.memory_gb}
+        )
         self._thread = threading.Thread(target=self._serve, name=f"foreign-{self._name}", daemon=True)
         self._thread.start()
 
@@ -234,7 +240,7 @@ class ForeignProcess:
         start = len(self._incoming)
         self._incoming += data
         begin = 0
-        while (end := self._incoming.find(b"\n", max(begin, start))) >= 0:
+        while not self._why and (end := self._incoming.find(b"\n", max(begin, start))) >= 0:
             self._answer(bytes(self._incoming[begin:end]))
             begin = end + 1
         del self._incoming[:begin]

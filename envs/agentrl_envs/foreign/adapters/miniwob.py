@@ -314,7 +314,11 @@ def _line(node: dict[str, Any], role: str, name: str) -> str:
         words.append(f"= {value!r}")
     for entry in node.get("properties", ()):
         state = entry["value"].get("value")
-        if entry["name"] in ("checked", "selected", "expanded", "disabled", "multiline") and state in (True, "true", "mixed"):
+        if entry["name"] in ("checked", "selected", "expanded", "disabled", "multiline") and state in (
+            True,
+            "true",
+            "mixed",
+        ):
             words.append(entry["name"])
     return " ".join(words)
 

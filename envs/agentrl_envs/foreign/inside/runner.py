@@ -22,6 +22,7 @@ import inspect
 import json
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
@@ -55,6 +56,9 @@ class Runner:
         """Import the adapter, describe it, and serve its calls until the socket closes. lines: what is read."""
         begin = json.loads(next(lines))
         self._alone = begin.get("alone", False)
+        if begin.get("memory") is not None:
+            most = int(begin["memory"] * 1e9)
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
         self._answer(0, lambda: self._begin(begin))
         threading.Thread(target=self._read, args=(lines,), name="reader", daemon=True).start()
         asyncio.set_event_loop(self._loop)

@@ -107,7 +107,7 @@ def _at(lines: Sequence[str]) -> str:
     """The package that pip is at, by what it printed last."""
     for line in reversed(lines):
         action, _, rest = line.partition(" ")
-        if action in ("Collecting", "Downloading", "Building") and rest:
+        if action == "Collecting" and rest:
             return f": {rest.split()[0]}"
     return ""
 

@@ -71,7 +71,7 @@ def _add(
     from agentrl.recipe.document import dump
     from agentrl.recipe.load import load_recipe
 
-    folder = into / name
+    folder = into / name.rpartition(":")[2]
     recipe = folder / f"{Path(what).name.lower()}.yaml"
     venv = folder / "venv"
     sections = source.sections(what, str((venv / "bin" / "python").absolute()))  # before anything is made

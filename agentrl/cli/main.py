@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from agentrl import __version__
+from agentrl.cli.audit import audit_command
 from agentrl.cli.chat import chat_command
 from agentrl.cli.check import check_command
 from agentrl.cli.compare import compare_command
@@ -37,6 +38,7 @@ from agentrl.cli.recipes import recipes_command
 from agentrl.cli.replay import replay_command
 from agentrl.cli.rescore import rescore_command
 from agentrl.cli.rollout import rollout_command
+from agentrl.cli.scan import scan_command
 from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import reward_model_command, sft_command
 from agentrl.cli.show import show_command
@@ -104,6 +106,7 @@ app.command("compare")(compare_command)
 app.command("sft")(sft_command)
 app.command("reward-model")(reward_model_command)
 app.command("check")(check_command)
+app.command("audit")(audit_command)
 app.command("doctor")(doctor_command)
 app.command("try")(try_command)
 app.command("serve")(serve_command)
@@ -114,6 +117,7 @@ app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
 app.command("continue")(continue_command)
 app.command("why")(why_command)
+app.command("scan")(scan_command)
 app.command("view")(view_command)
 app.add_typer(new_app, name="new")
 app.add_typer(env_app, name="env")

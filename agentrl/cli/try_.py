@@ -65,7 +65,7 @@ def try_command(
     given, keys = list(rest or []), key_values(args or [], "--args ")
     if replies is not None and model is not None:
         raise UserError("--replies and --model exclude each other; without either you play yourself")
-    kind = _kind(what)
+    kind = kind_of(what)
     if kind == "tool":
         from agentrl.cli.try_tool import try_tool
 
@@ -76,11 +76,11 @@ def try_command(
         from agentrl.cli.try_env import Choice, try_env
 
         choice = Choice(split, task, replies, model, seed, images)
-        code = try_env(_recipe(what, kind, given, keys, source, tools or []), choice)
+        code = try_env(played_recipe(what, kind, given, keys, source, tools or []), choice)
     raise typer.Exit(code)
 
 
-def _kind(what: str) -> str:
+def kind_of(what: str) -> str:
     """`tool`, `environment` or `recipe`; a tool or environment wins over a shipped recipe of the same name."""
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import installed, load
@@ -122,9 +122,11 @@ def _needs_workspace(what: str) -> bool:
     return isinstance(made, type) and issubclass(made, Environment) and made.uses_workspace
 
 
-def _recipe(
+def played_recipe(
     what: str, kind: str, given: list[str], args: dict[str, Json], source: str | None, tools: list[str]
 ) -> "Recipe":
+    """The recipe that is played for an environment or a recipe. kind: as of `kind_of`. given: keys to change. args,
+    source, tools: of an environment alone. Raises UserError."""
     from agentrl.errors import UserError
     from agentrl.recipe.load import load_recipe
     from agentrl.recipe.schema import Recipe

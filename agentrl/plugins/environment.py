@@ -113,6 +113,11 @@ class Environment(ABC):
         `demonstrate` returned."""
         raise NotImplementedError(f"environment {self.name!r} has no summaries")
 
+    async def solve(self, task: Task, workspace: Workspace, step: int = 0) -> object:
+        """Do a task in its workspace as one who knows how would, for `agentrl audit`. Optional. step: turns before this
+        one, of a task that has several."""
+        raise NotImplementedError(f"environment {self.name!r} has no solutions")
+
     async def close(self) -> None:  # noqa: B027 - a hook with a default
         """Free what the whole run held, once, when the run ends."""
 

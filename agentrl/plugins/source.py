@@ -4,9 +4,11 @@ Nothing is installed but what a reviewed table pins, and a folder that the user 
 """
 
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -87,10 +89,12 @@ def install(source: Source, what: str, venv: Path, python: str, say: Callable[[s
     there = marker.read_text("utf-8").strip() if marker.is_file() else ""
     if venv.exists() and not there:
         raise UserError(f"{venv} exists, and this command did not make it: name another folder by --into")
-    pip = [str(own), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--progress-bar", "off"]
+    outside = importlib.util.find_spec("pip") is not None  # to install pip takes longer than to install with it
+    pip = [sys.executable, "-m", "pip", "--python", str(own)] if outside else [str(own), "-m", "pip"]
+    pip += ["--disable-pip-version-check", "--no-input", "install", "--progress-bar", "off"]
     if there != digest or not own.exists():
         shutil.rmtree(venv, ignore_errors=True)
-        _run([python, "-m", "venv", str(venv)], "the virtual environment", say)
+        _run([python, "-m", "venv", *(["--without-pip"] if outside else []), str(venv)], "the virtual environment", say)
         marker.write_text("incomplete\n", "utf-8")
         _run([*pip, "--no-deps", "-r", str(source.pins)], "the installation", say)
         marker.write_text(f"{digest}\n", "utf-8")

@@ -1,13 +1,17 @@
 """Somebody else's environment in an interpreter of its own: played by the real driver, and whatever it does wrong."""
 
 import asyncio
-import os
+import random
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from agentrl_envs.foreign import process
 from agentrl_envs.foreign.environment import ForeignEnvironment
+from processes import alive, gone
 
 from agentrl.errors import UserError
 from agentrl.recipe.sections.rollout import RolloutSection
@@ -167,9 +171,69 @@ def test_an_interpreter_that_is_not_there_is_one_line(tmp_path):
         ForeignEnvironment(str(tmp_path / "bin" / "python"), TOY)
 
 
-async def test_nothing_of_it_is_left():
-    env = toy()
-    pid = (await asyncio.wrap_future(env._pool._for_tasks().ready))["pid"]
+async def test_nothing_that_it_started_is_left():
+    env = toy("step:orphan")
+    played = await play(env, "hm")
+    pid = int(played.failure.message.split("started ")[1].split(".")[0])
+    assert alive(pid)
     await env.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert gone([pid], 5.0)
+
+
+@pytest.mark.parametrize("what", ["hold", "stop"])
+async def test_a_process_that_does_not_answer_is_killed(what, monkeypatch):
+    monkeypatch.setattr(process, "HELD_SECONDS", 1.0)
+    env = toy(f"step:{what}")
+    try:
+        played = await play(env, "hm")
+    finally:
+        await env.close()
+    assert "its process did not answer for 1 s" in played.failure.message
+    assert played.failure.boundary == "environment"
+
+
+@pytest.mark.parametrize("minor", [10, 12, 13, 14])
+async def test_other_pythons_serve_it(minor):
+    """The interpreter is not ours: its version, too, may be another."""
+    env = ForeignEnvironment(interpreter(minor), TOY)
+    try:
+        task = env.tasks("train")[0]
+        played = await play(env, "hm", call("guess", number=task.data["secret"]), "done")
+    finally:
+        await env.close()
+    assert played.rewards["right"] == 1.0
+    assert task.data["version"] == [3, minor]
+
+
+def interpreter(minor: int) -> str:
+    """Python 3.`minor`; skips where none is installed."""
+    versions = Path.home() / ".pyenv" / "versions"
+    found = [str(path) for path in sorted(versions.glob(f"3.{minor}.*/bin/python"))]
+    found += [path for path in [shutil.which(f"python3.{minor}")] if path]
+    for path in found:
+        asked = subprocess.run([path, "-c", "import sys; print(sys.version_info[1])"], capture_output=True, text=True)
+        if asked.stdout.strip() == str(minor):
+            return path
+    pytest.skip(f"there is no Python 3.{minor} here")
+
+
+async def test_an_async_adapter_has_all_its_episodes_in_one_loop():
+    env = ForeignEnvironment(sys.executable, f"{TOY}:AsyncAdapter")
+    stage = Stage(env)
+    task = env.tasks("train")[0]
+    turns = ["hm", call("guess", number=task.data["secret"]), "done"]
+    try:
+        started = time.monotonic()
+        played = await asyncio.gather(*(stage.play(task, lambda _: turns) for _ in range(8)))
+    finally:
+        await env.close()
+    assert [one.rewards["right"] for one in played] == [1.0] * 8
+    assert time.monotonic() - started < 8 * 0.5, "they wait at the same time"
+
+
+async def test_demonstrations_and_states_come_from_there(env):
+    task = env.tasks("train")[0]
+    shown = env.demonstrate(task, random.Random(0), "")
+    assert shown[0]["tool_calls"][0]["function"]["arguments"] == {"number": task.data["secret"]}
+    played = await play(env, "hm", call("guess", number=0), call("guess", number=0), "done")
+    assert [turn.state for turn in played.turns][:4] == ["0", "0", "1", "2"]

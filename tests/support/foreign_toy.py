@@ -3,10 +3,13 @@
 It runs in another interpreter, so it imports nothing of the tests.
 """
 
+import asyncio
 import ctypes
 import os
 import random
+import re
 import signal
+import subprocess
 import sys
 import time
 
@@ -46,7 +49,7 @@ class Adapter:
         }
 
     def task(self, split, index):
-        return {"secret": random.Random(f"{split}{index}").randint(1, self.most), "interpreter": sys.executable}
+        return {"secret": random.Random(f"{split}{index}").randint(1, self.most), "version": [*sys.version_info[:2]]}
 
     def open(self, task, seed):
         self.fail("open")
@@ -59,6 +62,11 @@ class Adapter:
             {"role": "tool", "name": "guess", "content": "right"},
             {"role": "assistant", "content": "done"},
         ]
+
+
+class AsyncAdapter(Adapter):
+    async def open(self, task, seed):
+        return AsyncGame(self, task["secret"])
 
 
 class Game:
@@ -93,6 +101,12 @@ class Game:
         self.adapter.fail("close")
 
 
+class AsyncGame(Game):
+    async def call(self, name, arguments):
+        await asyncio.sleep(0.5)
+        return super().call(name, arguments)
+
+
 def _garbage():
     for fd in os.listdir("/proc/self/fd"):
         if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(f"/proc/self/fd/{fd}"):
@@ -110,6 +124,12 @@ def _endless_line():
         if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}") and "socket" in os.readlink(f"/proc/self/fd/{fd}"):
             while True:
                 os.write(int(fd), b"x" * (1 << 20))
+
+
+def _orphan():
+    """Start a process in a session of its own, which nobody but a supervisor ends."""
+    started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    raise RuntimeError(f"started {started.pid}.")
 
 
 def _raise(error):
@@ -130,6 +150,9 @@ FAULTS = {
     "garbage": _garbage,
     "flood": _flood,
     "endless": _endless_line,
+    "hold": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "orphan": _orphan,
     "raise": lambda: _raise(ValueError("no such thing")),
     "unreadable": lambda: _raise(UnreadableError()),
     "interrupt": lambda: _raise(KeyboardInterrupt()),

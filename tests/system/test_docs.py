@@ -181,7 +181,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "overlap": {"rollout__overlap": "async", "rollout__compact": {}, "env__name": "train_plugins:Lonely"},
     "agent": {"agent__name": "chat_completions", "agent__processes": 1, "algorithm": "dapo"},
 }
-OWN = ("tool/<name>/<key>", "train/<metric>")  # of somebody's tool or loss: they document them
+OWN = ("tool/<name>/<key>", "train/<metric>", "metric/<name>")  # of somebody's tool, loss or environment
 UNSEEN = {
     "health", "memory/<phase>_<role>_gb", "time/reward_model_s", "reward_model/tflops", "reward_model/mfu", "eval/loss",
     "train/epoch", "mismatch/experts", "train/accuracy", "eval/accuracy", "seat/<seat>/reward_mean",

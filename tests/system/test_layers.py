@@ -12,7 +12,8 @@ from paths import ROOT
 PACKAGE = ROOT / "agentrl"
 
 ROOMS = (
-    "cli", "doctor", "fine_tuning", "offline", "training", "distributed", "profiling", "learner", "view", "eval",
+    "cli", "audit", "doctor", "fine_tuning", "offline", "training", "distributed", "profiling", "learner", "view",
+    "eval",
     "testing", "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo",
     "models",
     "plugins", "cluster", "recipe", "scaffold", "constraint", "images", "remote", "terminal", "http_server",

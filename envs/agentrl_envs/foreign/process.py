@@ -330,6 +330,9 @@ def _how(code: int) -> str:
 
 
 def _variables(foreign: Foreign) -> dict[str, str]:
-    """The environment of the process: this one's, without what is about this interpreter, and a fixed order of sets."""
+    """The environment of the process: this one's, but for what is about this interpreter in place of that one, and with
+    a fixed order of sets."""
     kept: dict[str, str] = {name: value for name, value in os.environ.items() if name not in _DROPPED}
-    return {**kept, "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", **foreign.variables}
+    programs = os.path.dirname(foreign.python)
+    path = os.pathsep.join([programs, *([kept["PATH"]] if kept.get("PATH") else [])])
+    return {**kept, "PATH": path, "PYTHONHASHSEED": "0", "PYTHONUNBUFFERED": "1", **foreign.variables}

@@ -80,7 +80,7 @@ class Swe(Environment):
         except ValueError:
             return {"passed": 0.0}
 
-    async def solve(self, task: Task, workspace: Workspace) -> None:
+    async def solve(self, task: Task, workspace: Workspace, step: int = 0) -> None:
         """Repair the function, as an agent that knows how would."""
         path, mutation = f"{WORK}/{task.data['file']}", Mutation(**task.data["mutation"])
         broken = await workspace.read(path)

@@ -1,5 +1,5 @@
-"""Word problems with a calculator in the form of verifiers 0.4: a taskset over rows, a tool server of MCP that counts its
-calls in the rollout's state, and a harness that holds the conversation in its own process."""
+"""Word problems with a calculator in the form of verifiers 0.4: a taskset over rows, a tool server of MCP that counts
+its calls in the rollout's state, and a harness that holds the conversation in its own process."""
 
 import json
 from contextlib import AsyncExitStack
@@ -51,7 +51,8 @@ class Loop(vf.Harness[LoopConfig]):
     NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_):
-        config = {"mcpServers": {"": {"url": url} for url in mcp_urls.values()}}
+        (url,) = mcp_urls.values()
+        config = {"mcpServers": {"": {"url": url}}}
         async with AsyncExitStack() as stack:
             tools, dispatch, servers = await connect_mcp(config, stack)
             client = await stack.enter_async_context(httpx.AsyncClient(timeout=60))

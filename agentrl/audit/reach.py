@@ -1,0 +1,202 @@
+"""Findings about answers that are reached without the work, calls that are paid, and tools that nobody needs."""
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from random import Random
+
+from agentrl.audit.answer import Oracle
+from agentrl.audit.finding import Finding, Severity, found
+from agentrl.audit.policy import Knowledge, random_call
+from agentrl.audit.rewards import Ledger
+from agentrl.audit.subject import Play, Seat, Subject, Voice, shortened, text_of
+from agentrl.errors import UserError
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Task
+from agentrl.testing.agent import call
+
+SHARE = 0.6
+"""Share of the tasks whose answer is shown, from which it counts as reachable."""
+CHANCE = 0.3
+"""Share of the tasks that show another task's answer, up to which that is no chance."""
+FREQUENT, DOMINANT = 0.6, 0.8
+"""Share of the tasks that have one answer."""
+FEW_CALLS, MANY_CALLS = 4, 64
+"""Calls of one tool that are compared."""
+FARMED = 0.25
+"""Of the oracle's reward: what more calls may add."""
+_CALL_SECONDS = 5.0
+
+
+async def reach_findings(subject: Subject, known: Knowledge, tasks: Sequence[Task]) -> list[Finding]:
+    """Whether errors, results of calls at random, or replies to a wrong answer hold the stored answer."""
+    telling = [task for task in tasks if any(map(distinct, known.truths(task)))][:8]
+    if len(telling) < 3:
+        return []
+    findings: list[Finding] = []
+    for way, severity, voice in (
+        ("errors of calls that no schema takes", Severity.HIGH, _wrong_calls()),
+        ("results of calls with random arguments", Severity.MEDIUM, _blind_calls()),
+        ("replies to a wrong answer", Severity.HIGH, _wrong_answers(known)),
+    ):
+        plays = [await subject.play(task, voice, label=way) for task in telling]
+        findings += _shown(known, plays, way, severity)
+    findings += _in_schemas(subject, known, telling)
+    return findings
+
+
+def distinct(truth: str) -> bool:
+    """Whether a text holds an answer hardly by chance."""
+    letters = re.sub(r"\W", "", truth)
+    return (
+        len(letters) >= 4 or (letters.isdigit() and len(letters) >= 2) or (len(letters) >= 3 and not letters.isdigit())
+    )
+
+
+def holds(text: str, truth: str) -> bool:
+    """Whether a text holds an answer as words of its own."""
+    return bool(truth.strip()) and re.search(rf"(?<![\w.]){re.escape(truth)}(?![\w])", text, re.I) is not None
+
+
+def _shown(known: Knowledge, plays: Sequence[Play], way: str, severity: Severity) -> list[Finding]:
+    """The finding that most plays were told their own task's answer, and not the others'."""
+    hits, chance = [], 0
+    for play in plays:
+        opening = " ".join(text_of(message) for message in known.openings.get(play.task.id, ()))
+        said = " ".join(text_of(m) for m in play.trajectory.messages if m["role"] == "assistant")
+        heard = "\n".join(text for role, text in play.heard() if role != "system").replace(opening, "")
+        own = [truth for truth in known.truths(play.task) if distinct(truth) and not holds(said, truth)]
+        if not own or all(holds(opening, truth) for truth in own):
+            continue
+        if any(holds(heard, truth) for truth in own):
+            hits.append((play, heard))
+        chance += any(holds(heard, answer) for answer in known.wrong(play.task) if distinct(answer))
+    if len(hits) < max(2, SHARE * len(plays)) or chance > CHANCE * len(plays):
+        return []
+    line = f"{way} show the stored answer in {len(hits)} of {len(plays)} tasks"
+    return [found("reachable", severity, line, [play.task.id for play, _ in hits], shortened(hits[0][1], 300))]
+
+
+def _wrong_calls() -> Voice:
+    async def voice(seat: Seat) -> str:
+        needing = [name for name, tool in seat.tools.items() if tool.parameters.get("required")]
+        if seat.number > 0 or not needing:
+            return "I do not know."
+        lines = [call(name) for name in needing]
+        return "\n".join([*lines[:3], call(needing[0], no_such_argument=1), call("no_such_tool")])
+
+    return voice
+
+
+def _blind_calls() -> Voice:
+    async def voice(seat: Seat) -> str:
+        needing = {name: tool for name, tool in seat.tools.items() if tool.parameters.get("required")}
+        if seat.number > 1 or not needing:
+            return "I do not know."
+        return "\n".join(random_call(needing, seat.rng, name) for name in list(needing)[:3])
+
+    return voice
+
+
+def _wrong_answers(known: Knowledge) -> Voice:
+    async def voice(seat: Seat) -> str:
+        wrong = known.wrong(seat.task, 8)
+        turns = known.say(wrong[seat.number % len(wrong)]) if wrong else ["I do not know."]
+        return turns[0]
+
+    return voice
+
+
+def _in_schemas(subject: Subject, known: Knowledge, tasks: Sequence[Task]) -> list[Finding]:
+    """The finding that the schemas of a task's tools hold its answer."""
+    hits = []
+    for task in tasks:
+        text = " ".join(str(tool.schema) for tool in subject.tools_of(task).values())
+        wrong = [answer for answer in known.wrong(task) if distinct(answer)]
+        own = [truth for truth in known.truths(task) if distinct(truth)]
+        if any(holds(text, truth) for truth in own) and not any(holds(text, answer) for answer in wrong):
+            hits.append(task.id)
+    if len(hits) < max(2, SHARE * len(tasks)):
+        return []
+    line = f"the schemas of tools show the stored answer in {len(hits)} of {len(tasks)} tasks"
+    return [found("reachable", Severity.HIGH, line, hits)]
+
+
+async def calling_findings(subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger) -> list[Finding]:
+    """Whether a tool that is called more often than needed earns more."""
+    stage = subject.wide()
+    findings: list[Finding] = []
+    tools = subject.tools_of(tasks[0])
+    for name in list(tools)[:8]:
+        if tools[name].converses:
+            continue
+        rewards: dict[int, list[Play]] = defaultdict(list)
+        for task in tasks[:2]:
+            for count in (FEW_CALLS, MANY_CALLS):
+                voice = _repeated(known, name, count)
+                play = await subject.play(task, voice, stage=stage, label=f"{count} calls of {name}")
+                rewards[count].append(play)
+                if float(play.trajectory.seconds.get("total", 0.0)) > _CALL_SECONDS:
+                    break
+        few, many = rewards[FEW_CALLS], [play for play in rewards[MANY_CALLS] if play.ok]
+        ledger.enter("calling", f"{MANY_CALLS} calls of {name}", many)
+        if not many or not all(play.ok for play in few):
+            continue
+        more = sum(p.reward for p in many) / len(many) - sum(p.reward for p in few) / len(few)
+        if more >= FARMED * max(ledger.top - ledger.floor, 1e-6):
+            top = f"the oracle earns {ledger.top:.2f}"
+            line = f"{MANY_CALLS} calls of {name!r} earn {more:.2f} more than {FEW_CALLS} do; {top}"
+            findings.append(found("calling", Severity.HIGH, line, [play.task.id for play in many]))
+    return findings
+
+
+def _repeated(known: Knowledge, name: str, count: int) -> Voice:
+    """The same call again and again, sixteen a turn at most, then a wrong answer."""
+    each = min(count, 16)
+
+    async def voice(seat: Seat) -> str:
+        if name in seat.tools and seat.number * each < count:
+            return "\n".join([random_call(seat.tools, Random(seat.task.id), name)] * each)
+        return "I do not know."
+
+    return voice
+
+
+def distribution_findings(known: Knowledge) -> list[Finding]:
+    """Whether one stored answer is that of most tasks."""
+    total = sum(known.counts.values())
+    if total < 8 or len(known.counts) < 2:
+        if total >= 8 and known.oracle.field and known.oracle.form is not None:
+            only = next(iter(known.counts))
+            return [found("constant", Severity.HIGH, f"all {total:,} tasks have the answer {shortened(only, 40)!r}")]
+        return []
+    answer, count = known.counts.most_common(1)[0]
+    share = count / total
+    surely = share - 1.64 * math.sqrt(share * (1 - share) / total)
+    if share < FREQUENT or surely < 0.55:
+        return []
+    severity = Severity.HIGH if share >= DOMINANT else Severity.MEDIUM
+    line = f"{share:.0%} of {total:,} tasks have the answer {shortened(answer, 40)!r}"
+    return [found("constant", severity, line)]
+
+
+def unused_findings(oracle: Oracle, tasks: Sequence[Task], tools: Mapping[str, Tool]) -> list[Finding]:
+    """Tools that no demonstration calls, where some are called."""
+    if oracle.origin != "demonstrate" or not tools:
+        return []
+    called: Counter[str] = Counter()
+    step = max(1, len(tasks) // 128)
+    looked = 0
+    for index in range(0, len(tasks), step):
+        try:
+            turns = oracle.demonstrated(tasks[index])
+        except UserError:
+            continue
+        looked += 1
+        called.update(m[1] for turn in turns for m in re.finditer(r"^/([A-Za-z_][\w.-]*)", turn, re.M))
+    unused = [name for name in tools if name not in called]
+    if not called or not unused:
+        return []
+    line = f"no demonstration of {looked:,} tasks calls {', '.join(map(repr, unused[:5]))}"
+    return [found("unused_tool", Severity.LOW, line)]

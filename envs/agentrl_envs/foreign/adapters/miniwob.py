@@ -45,6 +45,8 @@ _START = """(seed => {
 })(%d)"""
 _LOOK = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
 _QUOTED = re.compile(r'"([^"]+)"')
+STATES = ("checked", "selected", "expanded", "disabled", "multiline")
+"""What is said of an element where it is so."""
 STYLES = ("named", "random", "careless")
 CAREFUL = 0.4
 """The share of careless clicks that are right for certain."""
@@ -314,7 +316,7 @@ def _line(node: dict[str, Any], role: str, name: str) -> str:
         words.append(f"= {value!r}")
     for entry in node.get("properties", ()):
         state = entry["value"].get("value")
-        if entry["name"] in ("checked", "selected", "expanded", "disabled", "multiline") and state in (True, "true", "mixed"):
+        if entry["name"] in STATES and state in (True, "true", "mixed"):
             words.append(entry["name"])
     return " ".join(words)
 

@@ -32,7 +32,7 @@ def real_server(venv: str, kind: str, folder: Path) -> Iterator[str]:
     url, said = f"http://127.0.0.1:{port}", folder / f"{kind}.txt"
     with said.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
-            until(lambda: healthy(url) or process.poll() is not None, 60.0)
+            until(lambda: healthy(url) or process.poll() is not None, 180.0)
             assert process.poll() is None, said.read_text()
             yield url
         finally:

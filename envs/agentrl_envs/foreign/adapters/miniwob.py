@@ -81,13 +81,15 @@ TOOLS = (
 
 class Adapter:
     """task: the name of a page, such as `click-test-2`, or several, which take turns. tools: those that are offered; by
-    default all. chromium: the browser. train, held_out: how many tasks, each a seed. seed: of the first."""
+    default all. chromium: the browser. pages: at once; further rollouts wait. train, held_out: how many tasks, each a
+    seed. seed: of the first."""
 
     def __init__(
         self,
         task: str | list[str],
         tools: list[str] | None = None,
         chromium: str = "chromium",
+        pages: int = 4,
         train: int = 10_000,
         held_out: int = 200,
         seed: int = 0,
@@ -104,7 +106,7 @@ class Adapter:
             raise ValueError(
                 f"there is no browser {chromium!r}: install the package chromium, or name it by `chromium`"
             )
-        self.path = path
+        self.path, self.pages = path, pages
         self.browser: Browser | None = None
         self.starting = threading.Lock()
 
@@ -128,7 +130,7 @@ class Adapter:
         """One rollout."""
         with self.starting:
             if self.browser is None:
-                self.browser = Browser(self.path)
+                self.browser = Browser(self.path, self.pages)
         return Episode(self.browser, task)
 
     def demonstrate(self, task: dict[str, Any], seed: int, style: str) -> list[dict[str, Any]]:
@@ -162,7 +164,7 @@ class Episode:
             said = self._page.value(_START % (_HIDDEN, task["seed"]))
             self.messages = f"{said}\n{self._tree()}"
         except BaseException:
-            self._page.close()  # nobody knows what it does now
+            browser.give_up(self._page)  # nobody knows what it does now
             raise
 
     def step(self, message: dict[str, Any]) -> None:
@@ -328,7 +330,8 @@ class ProtocolError(Exception):
 class Browser:
     """A Chromium, spoken to over two pipes. Pages are used again: each rollout loads its page anew."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, pages: int) -> None:
+        self._room = threading.Semaphore(pages)
         self._folder = tempfile.mkdtemp(prefix="miniwob-")
         theirs_in, self._out = _high(os.pipe())
         self._in, theirs_out = _high(os.pipe())
@@ -381,6 +384,15 @@ class Browser:
         return told["result"]
 
     def opened(self, url: str) -> "Page":
+        """A page that shows a file, once there is room for one more."""
+        self._room.acquire()
+        try:
+            return self._opened(url)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def _opened(self, url: str) -> "Page":
         """A page that shows a file. One that was used before may refuse to go on to another (those with jQuery's
         autocompletion do): a new one takes its place."""
         with contextlib.suppress(queue.Empty):
@@ -397,6 +409,12 @@ class Browser:
     def give_back(self, page: "Page") -> None:
         """Let another rollout have a page."""
         self._free.put(page)
+        self._room.release()
+
+    def give_up(self, page: "Page") -> None:
+        """Close a page."""
+        page.close()
+        self._room.release()
 
 
 class Page:

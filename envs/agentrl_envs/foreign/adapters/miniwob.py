@@ -35,6 +35,7 @@ FLAGS = (
     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--disable-dev-shm-usage",
     "--allow-file-access-from-files", "--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe",
 )  # fmt: skip
+_FOLDER = "miniwob-"
 _HIDDEN = "['query', 'reward-display', 'sync-task-cover', 'click-canvas']"
 _START = """(seed => {
   core.EPISODE_MAX_TIME = 1e9;
@@ -332,7 +333,8 @@ class Browser:
 
     def __init__(self, path: str, pages: int) -> None:
         self._room = threading.Semaphore(pages)
-        self._folder = tempfile.mkdtemp(prefix="miniwob-")
+        _sweep()
+        self._folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-")
         theirs_in, self._out = _high(os.pipe())
         self._in, theirs_out = _high(os.pipe())
         command = [path, *FLAGS, f"--user-data-dir={self._folder}", "about:blank"]
@@ -459,6 +461,14 @@ class Page:
                     return
             time.sleep(0.005)
         raise RuntimeError(f"{url} was not ready within {seconds:g} s")
+
+
+def _sweep() -> None:
+    """Remove what browsers of processes that are gone left: a process that is killed removes nothing."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _high(ends: tuple[int, int]) -> tuple[int, int]:

@@ -26,7 +26,12 @@ def trained(name: str, venv: str, folder, *changes: str) -> TrainResult:
 @pytest.mark.slow
 @pytest.mark.usefixtures("chromium")
 @pytest.mark.parametrize(
-    ("name", "style"), [("reasoning_gym", "stored"), ("textarena", "random"), ("miniwob", "careless")]
+    ("name", "style"),
+    [
+        ("textarena", "random"),
+        pytest.param("reasoning_gym", "stored", marks=pytest.mark.long),
+        pytest.param("miniwob", "random", marks=pytest.mark.long),
+    ],
 )
 def test_a_recipe_runs_from_its_warm_start_to_its_last_step(environments_venv, tmp_path, name, style):
     stages = f"sft.stages=[{{style: {style}, steps: 12, batch: 4, lr: 4e-3, muon_lr: 0.02, warmup: 2}}]"

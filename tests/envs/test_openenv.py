@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from agentrl_envs.openenv.environment import OpenEnv
 from aiohttp import web
-from openenv_help import free_port, real_server
+from openenv_help import free_port, real_servers
 from serving import serving
 
 from agentrl.errors import UserError
@@ -25,12 +25,8 @@ SHOP = {"opening": "Buy for 10."}
 
 @pytest.fixture(scope="module")
 def urls(environments_venv: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    folder = tmp_path_factory.mktemp("openenv")
-    with (
-        real_server(environments_venv, "guess", folder) as guess,
-        real_server(environments_venv, "shop", folder) as shop,
-    ):
-        yield {"guess": guess, "shop": shop}
+    with real_servers(environments_venv, tmp_path_factory.mktemp("openenv"), "guess", "shop") as found:
+        yield found
 
 
 def secret(task: Any) -> int:

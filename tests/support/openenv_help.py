@@ -1,4 +1,4 @@
-"""A real OpenEnv server for tests."""
+"""Real OpenEnv servers for tests."""
 
 import socket
 import subprocess
@@ -25,15 +25,16 @@ def healthy(url: str) -> bool:
 
 
 @contextmanager
-def real_server(venv: str, kind: str, folder: Path) -> Iterator[str]:
-    """A server of the package. kind: of those in openenv_server.py."""
-    port = free_port()
-    command = [str(Path(venv, "bin/python")), str(SUPPORT / "openenv_server.py"), kind, str(port)]
-    url, said = f"http://127.0.0.1:{port}", folder / f"{kind}.txt"
+def real_servers(venv: str, folder: Path, *kinds: str) -> Iterator[dict[str, str]]:
+    """Servers of the package: the kind (of those in openenv_server.py) and the URL of each."""
+    ports = {kind: free_port() for kind in kinds}
+    named = [f"{kind}:{port}" for kind, port in ports.items()]
+    command = [str(Path(venv, "bin/python")), str(SUPPORT / "openenv_server.py"), *named]
+    urls, said = {kind: f"http://127.0.0.1:{port}" for kind, port in ports.items()}, folder / "openenv.txt"
     with said.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
         try:
-            until(lambda: healthy(url) or process.poll() is not None, 60.0)
+            until(lambda: all(map(healthy, urls.values())) or process.poll() is not None, 180.0)
             assert process.poll() is None, said.read_text()
-            yield url
+            yield urls
         finally:
             process.kill()

@@ -1,11 +1,10 @@
-"""A server of the package `openenv`, in an interpreter that has it: `python openenv_server.py KIND PORT`.
+"""Servers of the package `openenv`, in an interpreter that has it: `python openenv_server.py KIND:PORT ...`.
 
-`guess`: an environment with actions and a list of tasks. `shop`: tools over MCP. `odd`: what goes wrong.
+`guess`: an environment with actions and a list of tasks. `shop`: tools over MCP.
 """
 
-import os
+import asyncio
 import sys
-import time
 from typing import Any
 
 import uvicorn
@@ -96,39 +95,25 @@ class ShopEnvironment(MCPEnvironment):
         return self._state
 
 
-class Deed(Action):
-    deed: str
-
-
-class OddEnvironment(GuessEnvironment):
-    """Does what its action says."""
-
-    def list_splits(self) -> list[str]:
-        raise NotImplementedError
-
-    def step(self, action: Deed, timeout_s: float | None = None, **kwargs: Any) -> Hint:
-        if action.deed == "hang":
-            time.sleep(30)
-        if action.deed == "exit":
-            os._exit(3)
-        if action.deed == "flood":
-            return Hint(hint="x" * (20 << 20))
-        return Hint(hint=action.deed)
-
-
 KINDS = {
     "guess": (GuessEnvironment, Guess, Hint),
     "shop": (ShopEnvironment, CallToolAction, CallToolObservation),
-    "odd": (OddEnvironment, Deed, Hint),
 }
 
 
-def main() -> None:
-    kind, port = sys.argv[1:]
+async def serve(kind: str, port: int) -> None:
     environment, action, observation = KINDS[kind]
     app = create_fastapi_app(environment, action, observation, max_concurrent_envs=4)
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning")
+    await uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning")).serve()
+
+
+async def main() -> None:
+    """Serve all that is named in one process: to import the package takes seconds."""
+    async with asyncio.TaskGroup() as group:
+        for named in sys.argv[1:]:
+            kind, _, port = named.partition(":")
+            group.create_task(serve(kind, int(port)))
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(main())

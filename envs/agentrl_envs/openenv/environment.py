@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import aiohttp
 from agentrl_tools.loops import PerLoop
@@ -72,6 +73,7 @@ class OpenEnv(Environment):
     """
 
     name = "openenv"
+    cannot = MappingProxyType({"images": "observations are told as text", "harnesses": "the conversation is held here"})
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ FLAGS = (
     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--disable-dev-shm-usage",
     "--allow-file-access-from-files", "--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe",
 )  # fmt: skip
+_FOLDER = "miniwob-"
 _HIDDEN = "['query', 'reward-display', 'sync-task-cover', 'click-canvas']"
 _START = """(seed => {
   core.EPISODE_MAX_TIME = 1e9;
@@ -45,6 +46,8 @@ _START = """(seed => {
 })(%d)"""
 _LOOK = "[WOB_DONE_GLOBAL, WOB_RAW_REWARD_GLOBAL]"
 _QUOTED = re.compile(r'"([^"]+)"')
+STATES = ("checked", "selected", "expanded", "disabled", "multiline")
+"""What is said of an element where it is so."""
 STYLES = ("named", "random", "careless")
 CAREFUL = 0.4
 """The share of careless clicks that are right for certain."""
@@ -79,13 +82,15 @@ TOOLS = (
 
 class Adapter:
     """task: the name of a page, such as `click-test-2`, or several, which take turns. tools: those that are offered; by
-    default all. chromium: the browser. train, held_out: how many tasks, each a seed. seed: of the first."""
+    default all. chromium: the browser. pages: at once; further rollouts wait. train, held_out: how many tasks, each a
+    seed. seed: of the first."""
 
     def __init__(
         self,
         task: str | list[str],
         tools: list[str] | None = None,
         chromium: str = "chromium",
+        pages: int = 4,
         train: int = 10_000,
         held_out: int = 200,
         seed: int = 0,
@@ -102,7 +107,7 @@ class Adapter:
             raise ValueError(
                 f"there is no browser {chromium!r}: install the package chromium, or name it by `chromium`"
             )
-        self.path = path
+        self.path, self.pages = path, pages
         self.browser: Browser | None = None
         self.starting = threading.Lock()
 
@@ -126,7 +131,7 @@ class Adapter:
         """One rollout."""
         with self.starting:
             if self.browser is None:
-                self.browser = Browser(self.path)
+                self.browser = Browser(self.path, self.pages)
         return Episode(self.browser, task)
 
     def demonstrate(self, task: dict[str, Any], seed: int, style: str) -> list[dict[str, Any]]:
@@ -160,7 +165,7 @@ class Episode:
             said = self._page.value(_START % (_HIDDEN, task["seed"]))
             self.messages = f"{said}\n{self._tree()}"
         except BaseException:
-            self._page.close()  # nobody knows what it does now
+            browser.give_up(self._page)  # nobody knows what it does now
             raise
 
     def step(self, message: dict[str, Any]) -> None:
@@ -314,11 +319,7 @@ def _line(node: dict[str, Any], role: str, name: str) -> str:
         words.append(f"= {value!r}")
     for entry in node.get("properties", ()):
         state = entry["value"].get("value")
-        if entry["name"] in ("checked", "selected", "expanded", "disabled", "multiline") and state in (
-            True,
-            "true",
-            "mixed",
-        ):
+        if entry["name"] in STATES and state in (True, "true", "mixed"):
             words.append(entry["name"])
     return " ".join(words)
 
@@ -330,8 +331,10 @@ class ProtocolError(Exception):
 class Browser:
     """A Chromium, spoken to over two pipes. Pages are used again: each rollout loads its page anew."""
 
-    def __init__(self, path: str) -> None:
-        self._folder = tempfile.mkdtemp(prefix="miniwob-")
+    def __init__(self, path: str, pages: int) -> None:
+        self._room = threading.Semaphore(pages)
+        _sweep()
+        self._folder = tempfile.mkdtemp(prefix=f"{_FOLDER}{os.getpid()}-")
         theirs_in, self._out = _high(os.pipe())
         self._in, theirs_out = _high(os.pipe())
         command = [path, *FLAGS, f"--user-data-dir={self._folder}", "about:blank"]
@@ -383,6 +386,15 @@ class Browser:
         return told["result"]
 
     def opened(self, url: str) -> "Page":
+        """A page that shows a file, once there is room for one more."""
+        self._room.acquire()
+        try:
+            return self._opened(url)
+        except BaseException:
+            self._room.release()
+            raise
+
+    def _opened(self, url: str) -> "Page":
         """A page that shows a file. One that was used before may refuse to go on to another (those with jQuery's
         autocompletion do): a new one takes its place."""
         with contextlib.suppress(queue.Empty):
@@ -399,6 +411,12 @@ class Browser:
     def give_back(self, page: "Page") -> None:
         """Let another rollout have a page."""
         self._free.put(page)
+        self._room.release()
+
+    def give_up(self, page: "Page") -> None:
+        """Close a page."""
+        page.close()
+        self._room.release()
 
 
 class Page:
@@ -443,6 +461,14 @@ class Page:
                     return
             time.sleep(0.005)
         raise RuntimeError(f"{url} was not ready within {seconds:g} s")
+
+
+def _sweep() -> None:
+    """Remove what browsers of processes that are gone left: a process that is killed removes nothing."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        pid = folder.name.removeprefix(_FOLDER).partition("-")[0]
+        if pid.isdecimal() and not Path("/proc", pid).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _high(ends: tuple[int, int]) -> tuple[int, int]:

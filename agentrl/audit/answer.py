@@ -81,6 +81,7 @@ class Oracle:
     field: str = ""
     """The path of the stored answer in a task; empty: not known."""
     environment: Environment | None = None
+    """The environment, which demonstrates or solves."""
 
     def truths(self, task: Task) -> list[str]:
         """The stored answers of a task; none where they are not known."""

@@ -36,11 +36,17 @@ class Watched:
     """What the process has said so far."""
 
     report: Report
+    """The findings so far, and in the end all of it."""
     stage: str = "starting"
+    """What it examines now."""
     at: str = "the start"
+    """The hook or task that it was at last."""
     error: str = ""
+    """The line of a UserError; empty where there is none."""
     done: bool = False
+    """Whether it came to its end."""
     digest: dict[str, list[str]] = field(default_factory=dict)
+    """By split, a hash of each of the first tasks."""
 
     def take(self, line: Mapping[str, Any], on_stage: Callable[[str], None]) -> None:
         """Take in a line of the process."""

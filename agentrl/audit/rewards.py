@@ -22,8 +22,11 @@ class Ledger:
     """What all attempts earned."""
 
     subject: Subject
+    """The environment that is played."""
     oracle: Oracle
+    """How tasks are done well."""
     report: Report
+    """Where the rows go."""
     top: float = 1.0
     """Mean reward of the oracle; 1 where it is not known."""
     floor: float = 0.0

@@ -71,16 +71,23 @@ class Audit:
     """One audit while it runs."""
 
     subject: Subject
+    """The environment, opened."""
     options: Options
+    """How much is done."""
     told: Told
+    """Who is told."""
     report: Report
+    """What came of it so far."""
     began: float
+    """When, on the clock of `time.monotonic`."""
     measure: Measure | None = None
     """None: tokens are estimated."""
     looked: list[Task] = field(default_factory=list)
     """The tasks that are played, those of train first."""
     openings: dict[str, Sequence[Message]] = field(default_factory=dict)
+    """By task its opening messages."""
     oracle: Oracle = field(default_factory=Oracle)
+    """How the tasks are done well."""
 
     @property
     def left(self) -> float:

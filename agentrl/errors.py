@@ -55,6 +55,11 @@ class WorkspaceError(InfrastructureError):
     """A workspace is gone, does not answer, or cannot be had: the machinery's fault."""
 
 
+class EnvironmentLostError(InfrastructureError):
+    """The environment of a rollout is gone, does not answer, or went wrong by itself, whichever hook or tool of it was
+    called: the machinery's fault."""
+
+
 class PathError(ArgumentError):
     """A path in a workspace that is not there, is of another kind, or may not be read or written: one line for the
     model."""

@@ -54,6 +54,7 @@ def _nothing_is_secret(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 VENV, VLLM_VENV = "AGENTRL_SGLANG_VENV", "AGENTRL_VLLM_VENV"
+ENVIRONMENTS_VENV = "AGENTRL_ENVIRONMENTS_VENV"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -161,6 +162,15 @@ def chromium() -> str:
     if (path := shutil.which("chromium")) is None:
         pytest.skip("needs the system package chromium")
     return path
+
+
+@pytest.fixture(scope="session")
+def environments_venv() -> str:
+    """The virtual environment of other people's environments, complete; skips where none is named."""
+    if not (venv := os.environ.get(ENVIRONMENTS_VENV)):
+        pytest.skip(f"make it with scripts/environments/install VENV and set {ENVIRONMENTS_VENV}=VENV")
+    wait_for_install(Path(venv))
+    return venv
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,8 @@ from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
+SCANS = "scans"
+"""Folder of what scanners found in the files of TRAJECTORIES."""
 ERRORS = "error.log"
 """Traceback of the error that ended the run, which is printed in one line."""
 FORMAT = 2
@@ -181,6 +183,11 @@ class RunFolder:
         folder = self.path / TRAJECTORIES
         folder.mkdir(exist_ok=True)
         return folder
+
+
+def scan_path(path: Path) -> Path:
+    """Where the findings of a file of trajectories stand."""
+    return path.parent.parent / SCANS / f"{path.stem}.parquet"
 
 
 def _row(line: bytes, path: Path, number: int, last: bool) -> dict[str, Json] | None:

@@ -12,15 +12,34 @@ def compare_command(
     names: Annotated[
         list[str],
         Argument(
-            metavar="A B...",
+            metavar="A B... | A1 A2 vs B1 B2",
             help="Run folders (their newest evaluation; RUN@STEP: that after a step), evaluation folders, checkpoints, "
-            "models, openai:MODEL. A run alone: before and after its training.",
+            "models, openai:MODEL. A run alone: before and after its training. With `vs`: seeds of one recipe against "
+            "seeds of another.",
         ),
     ],
     split: Annotated[Texts, Option("--split", help="A split; can be repeated (default: those that all have).")] = None,
     difference: Annotated[
-        float, Option("--difference", help="Say how many tasks would show this difference (0.02: 2 points).")
-    ] = 0.02,
+        float | None,
+        Option(
+            "--difference", help="Say how many tasks or seeds would show this difference (default: 0.02, 2 points)."
+        ),
+    ] = None,
+    on: Annotated[
+        Text,
+        Option(
+            "--on",
+            metavar="MEASURE",
+            help="solved, reward, a reward part, turns, tokens, seconds, cost, tool_errors (default: solved, or reward "
+            "where that alone differs).",
+        ),
+    ] = None,
+    by: Annotated[
+        Text,
+        Option(
+            "--by", metavar="KEY[,KEY]", help="Put the runs in the folders named together by keys of their recipes."
+        ),
+    ] = None,
     recipe: Annotated[
         Text, Option("--recipe", help="What models are evaluated by (default: the recipe of the first).")
     ] = None,
@@ -39,7 +58,8 @@ def compare_command(
     from agentrl.eval.compare import compare
     from agentrl.eval.show_comparison import show
 
-    found = compare(*names, splits=split, recipe=recipe, wanted=difference, say=typer.echo)
+    keys = [key.strip() for key in (by or "").split(",") if key.strip()]
+    found = compare(*names, splits=split, recipe=recipe, wanted=difference, on=on, by=keys, say=typer.echo)
     show(found, limit)
     if json_file is not None:
         write_json(found, json_file)

@@ -11,6 +11,7 @@ LISTED = {
     "tools": "tools", "envs": "environments", "agents": "agents", "rewards": "reward functions",
     "advantages": "advantage estimators", "losses": "policy losses", "aggregations": "sums over tokens",
     "filters": "filters of groups", "orders": "orders of tasks", "trackers": "trackers", "engines": "engines",
+    "scanners": "scanners of stored conversations",
 }  # fmt: skip
 """Command, and entry-point group below `agentrl.` -> what it lists, in words."""
 
@@ -64,11 +65,20 @@ def presets_command() -> None:
 
 
 def _built_in(group: str) -> "list[Plugin]":
-    """The advantages, losses and aggregations of agentrl's own, which need no entry point."""
+    """The advantages, losses, aggregations and scanners of agentrl's own, which need no entry point."""
+    from agentrl import __version__
+    from agentrl.plugins.registry import Plugin
+
+    if group == "scanners":
+        from agentrl.eval.scanners import SCANNERS
+
+        return [
+            Plugin("agentrl.scanners", name, f"{scanner.__module__}:{name}", "agentrl", __version__)
+            for name, scanner in sorted(SCANNERS.items())
+        ]
     if group not in ("advantages", "losses", "aggregations"):
         return []
-    from agentrl import __version__, algo
-    from agentrl.plugins.registry import Plugin
+    from agentrl import algo
 
     return [
         Plugin(f"agentrl.{group}", name, f"{function.__module__}:{function.__qualname__}", "agentrl", __version__)

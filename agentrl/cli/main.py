@@ -30,6 +30,7 @@ from agentrl.cli.compare import compare_command
 from agentrl.cli.continue_ import continue_command
 from agentrl.cli.data import data_command
 from agentrl.cli.doctor import doctor_command
+from agentrl.cli.env import env_app
 from agentrl.cli.evaluate import eval_command
 from agentrl.cli.listing import LISTED, list_command, presets_command
 from agentrl.cli.new import new_app
@@ -37,6 +38,7 @@ from agentrl.cli.recipes import recipes_command
 from agentrl.cli.replay import replay_command
 from agentrl.cli.rescore import rescore_command
 from agentrl.cli.rollout import rollout_command
+from agentrl.cli.scan import scan_command
 from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import reward_model_command, sft_command
 from agentrl.cli.show import show_command
@@ -115,8 +117,10 @@ app.command("rescore")(rescore_command)
 app.command("replay")(replay_command)
 app.command("continue")(continue_command)
 app.command("why")(why_command)
+app.command("scan")(scan_command)
 app.command("view")(view_command)
 app.add_typer(new_app, name="new")
+app.add_typer(env_app, name="env")
 app.command("data")(data_command)
 app.command("recipes")(recipes_command)
 for _group, _what in LISTED.items():

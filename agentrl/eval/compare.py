@@ -1,48 +1,28 @@
 """`compare`: evaluations of the same tasks, task by task, and whether they can be told apart."""
 
-import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
-from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES, RunFolder
 from agentrl.errors import UserError, nearest
-from agentrl.eval.folder import EVALUATION, new_folder
+from agentrl.eval import measure as measures
+from agentrl.eval.measure import Measure, Prices
 from agentrl.eval.outcome import Outcome, by_task, read_outcomes
 from agentrl.eval.paired import Difference, difference, difference_shown, holm, tasks_needed
+from agentrl.eval.replicates import Variances, replicated, seeds_needed
 from agentrl.eval.result import SplitResult, summarize
-from agentrl.models import EMBEDDED
+from agentrl.eval.sides import Side, differences, sides_of
 from agentrl.plugins.types import Json
-from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
-from agentrl.rollout.trajectory_file import Stored, stored_files
 
-API = "openai:"
-"""How a model behind OpenAI's API, or the one of OPENAI_BASE_URL, is named: `openai:gpt-5-mini`."""
 WANTED = 0.02
-"""The difference that is asked about where nothing else is said."""
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the evaluations that are compared."""
-
-    letter: str
-    """A, B, ..."""
-    name: str
-    """What was asked for, with the step of a run's evaluation."""
-    folder: Path
-    """The run folder or evaluation folder."""
-    files: Mapping[str, Stored]
-    """Split -> its stored samples."""
-    model: str = ""
-    """What was evaluated, where that is written down."""
+"""The difference in the share of solved tasks that is asked about where nothing else is said."""
+SPREADS = (0.015, 0.04)
+"""Standard deviations of the accuracy over seeds that are usual: seeds needed are told of these, where one was run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +31,32 @@ class TaskPair:
 
     task: str
     """Its id."""
-    a: tuple[int, int]
-    """Samples of A that solve it, and all of them."""
-    b: tuple[int, int]
+    a: tuple[float, int]
+    """The sum of the measure over A's samples (those that solve it, of `solved`), and their number."""
+    b: tuple[float, int]
     """Likewise of B."""
 
     @property
     def difference(self) -> float:
-        """The share of B's samples that solve it, less A's."""
+        """The mean of B's samples, less A's."""
         return self.b[0] / self.b[1] - self.a[0] / self.a[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Also:
+    """Another measure of the same tasks, which is told, and not tested."""
+
+    measure: Measure
+    """What it is."""
+    means: tuple[float, float]
+    """Its means of both sides."""
+    found: Difference
+    """B less A."""
+
+    def json(self) -> dict[str, Json]:
+        """The figures as JSON values."""
+        bounds = {"value": self.found.value, "low": self.found.low, "high": self.found.high}
+        return {"measure": self.measure.name, "means": list(self.means), "difference": bounds}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +69,31 @@ class Paired:
     """Letter of the side that is compared with."""
     b: str
     """Letter of the other."""
+    measure: Measure
+    """What they are compared by."""
     pairs: tuple[TaskPair, ...]
     """The tasks that both have a sample of."""
     alone: Mapping[str, int]
     """Why tasks have no pair -> their number."""
     results: tuple[SplitResult, SplitResult]
-    """The figures of both on the tasks that pair."""
+    """The figures of both on the tasks that pair, over all seeds."""
+    means: tuple[tuple[float, ...], tuple[float, ...]]
+    """The mean over tasks of each seed of A, and of B."""
     found: Difference
     """B less A."""
     p: float
-    """`found.p`, raised where there are several comparisons of a split (Holm)."""
+    """`found.p`, raised by the number of comparisons that are made at once (Holm)."""
     shown: float
-    """The least difference that so many tasks show 8 times out of 10."""
+    """The least difference that so many tasks show 8 times out of 10; 0 where seeds are compared."""
     needed: Mapping[float, int]
-    """A difference -> tasks that show it 8 times out of 10."""
+    """A difference -> tasks that show it 8 times out of 10; empty where seeds are compared."""
+    variances: Variances | None = None
+    """What the difference varies with; None where no side has several seeds."""
+    seeds: Mapping[float, int | None] = field(default_factory=dict)
+    """A difference -> seeds a side that show it 8 times out of 10, None: more than a thousand. Without several seeds:
+    their standard deviation -> seeds a side that show the difference that was found, or was asked about."""
+    also: Also | None = None
+    """The other of accuracy and mean reward, where nobody said which to compare."""
 
     @property
     def apart(self) -> bool:
@@ -93,23 +101,33 @@ class Paired:
         return self.p < 0.05
 
     @property
+    def replicated(self) -> bool:
+        """Whether it is about recipes, of which a side has several seeds."""
+        return self.variances is not None
+
+    @property
     def gained(self) -> list[TaskPair]:
-        """The tasks of which B solves more, the largest change first."""
+        """The tasks of which B solves more, or has more of the measure, the largest change first."""
         return sorted((one for one in self.pairs if one.difference > 0), key=lambda one: -one.difference)
 
     @property
     def lost(self) -> list[TaskPair]:
-        """The tasks of which B solves less, the largest change first."""
+        """The tasks of which B solves less, or has less of the measure, the largest change first."""
         return sorted((one for one in self.pairs if one.difference < 0), key=lambda one: one.difference)
 
     def json(self) -> dict[str, Json]:
         """The fields as a dictionary, which `json.dumps` takes."""
         tasks = {"gained": [asdict(one) for one in self.gained], "lost": [asdict(one) for one in self.lost]}
         return {
-            "split": self.split, "a": self.a, "b": self.b, "pairs": len(self.pairs), "alone": dict(self.alone),
-            "results": {self.a: self.results[0].json(), self.b: self.results[1].json()},
+            "split": self.split, "a": self.a, "b": self.b, "measure": self.measure.name,
+            "about": "recipes" if self.replicated else "checkpoints", "pairs": len(self.pairs),
+            "alone": dict(self.alone), "results": {self.a: self.results[0].json(), self.b: self.results[1].json()},
+            "means": {self.a: list(self.means[0]), self.b: list(self.means[1])},
             "difference": asdict(self.found), "p": self.p, "apart": self.apart, "difference_shown": self.shown,
-            "tasks_needed": {f"{wanted:.6g}": tasks for wanted, tasks in self.needed.items()}, **tasks,
+            "tasks_needed": {f"{wanted:.6g}": tasks for wanted, tasks in self.needed.items()},
+            "seeds_needed": {f"{wanted:.6g}": seeds for wanted, seeds in self.seeds.items()},
+            "variances": None if self.variances is None else asdict(self.variances),
+            "also": None if self.also is None else self.also.json(), **tasks,
         }  # fmt: skip
 
 
@@ -122,189 +140,78 @@ class Comparison:
     paired: tuple[Paired, ...]
     """By split, then by side."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Lines about what was left out."""
+    """Lines to be read first: what makes the evaluations unlike, and what was left out."""
+    beside: tuple[str, ...] = field(default=(), compare=False)
+    """Lines about how recipes and code differ."""
 
     def json(self) -> dict[str, Json]:
         """Sides and comparisons as JSON values."""
         sides = {
-            one.letter: {"name": one.name, "model": one.model, "files": {s: str(f.path) for s, f in one.files.items()}}
+            one.letter: {
+                "name": one.name, "model": one.model,
+                "files": {split: str(file.path) for split, file in one.files.items()},
+                "runs": [str(member.folder) for member in one.members],
+            }
             for one in self.sides
-        }
-        return {"sides": sides, "notes": list(self.notes), "comparisons": [one.json() for one in self.paired]}
+        }  # fmt: skip
+        told = {"notes": list(self.notes), "differences": list(self.beside)}
+        return {"sides": sides, **told, "comparisons": [one.json() for one in self.paired]}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What to compare by, and about which difference to say what would show it."""
+
+    on: str | None
+    wanted: float | None
+
+    def difference(self, measure: Measure) -> float | None:
+        """The difference that is asked about."""
+        return self.wanted if self.wanted is not None else WANTED if measure.share else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What a side played of a split."""
+
+    side: Side
+    outcomes: tuple[Sequence[Outcome], ...]
+    """Of each of its evaluations."""
+    prices: tuple[Prices, ...]
 
 
 def compare(
     *names: str,
     splits: Sequence[str] | None = None,
     recipe: str | None = None,
-    wanted: float = WANTED,
+    wanted: float | None = None,
+    on: str | None = None,
+    by: Sequence[str] = (),
     say: Callable[[str], None] | None = None,
 ) -> Comparison:
-    """Compare evaluations of the same tasks, each with the first.
+    """Compare evaluations of the same tasks, each side with the first.
 
     names: run folders (their newest evaluation; `RUN@STEP` that after a step; a run alone is compared with its first
-    one), evaluation folders, checkpoints, models, `openai:MODEL`. A model is evaluated first, by `recipe` or that of
-    the first name that has one, and kept. splits: those that all have. wanted: the difference (0..1) about which is
-    said how many tasks would show it. say: told what is evaluated.
+    one), evaluation folders, checkpoints, models, `openai:MODEL`. With "vs" among them the names between are one side:
+    runs of one recipe from several seeds, and the recipes are compared. A model is evaluated first, by `recipe` or that
+    of the first name that has one, and kept. splits: those that all have. wanted: the difference about which is said
+    how many tasks or seeds would show it (default: 0.02 of solved tasks). on: `solved`, `reward`, a reward part,
+    `turns`, `tokens`, `seconds`, `cost` or `tool_errors`; default: `solved`, or `reward` where that alone differs. by:
+    keys of the recipes, by whose values all runs in the folders named are put together. say: told what is evaluated.
 
     Raises UserError: what is not there, is damaged, or has no task in common.
     """
-    if not 0 < wanted <= 1:
+    if wanted is not None and (wanted <= 0 or (on in (None, measures.SOLVED) and wanted > 1)):
         raise UserError(f"--difference {wanted:g}: expected a share above 0 and at most 1, such as 0.02")
-    sides, notes = _sides(names, splits, recipe, say or (lambda line: None))
-    return compared(sides, splits, wanted, notes)
+    sides = sides_of(names, splits, recipe, by, say or (lambda line: None))
+    return compared(sides, splits, _Asked(on, wanted))
 
 
-def _sides(
-    names: Sequence[str], splits: Sequence[str] | None, recipe: str | None, say: Callable[[str], None]
-) -> tuple[list[Side], list[str]]:
-    if len(names) > len(LETTERS):
-        raise UserError(f"at most {len(LETTERS)} can be compared")
-    stored = [_stored(name) for name in names]
-    if len(names) == 1 and "@" in Path(names[0]).name:
-        raise UserError(f"{names[0]}: name what it is to be compared with")
-    if len(names) == 1 and stored[0] is not None:
-        first, last = _first_and_last(names[0], stored[0])
-        names, stored = [_at(*first), _at(*last)], [first, last]
-    if not names:
-        raise UserError("name the runs, evaluations or models to compare")
-    notes: list[str] = []
-    known = [one for one in stored if one is not None]
-    for index, one in enumerate(stored):
-        if one is None:
-            stored[index] = _evaluated(names[index], splits, recipe, known, say)
-    sides = []
-    for letter, name, one in zip(LETTERS, names, stored, strict=False):
-        assert one is not None
-        folder, files = one
-        sides.append(Side(letter, _named(name, folder, files), folder, files, _model(folder, files)))
-    return sides, notes
-
-
-_Found = tuple[Path, dict[str, Stored]]
-
-
-def _stored(name: str) -> _Found | None:
-    """The folder and files of the evaluation that a name stands for; None: it is a model that is to be
-    evaluated. Raises UserError."""
-    folder, step = Path(name), None
-    if not folder.exists() and (m := re.fullmatch(r"(.+)@(\d{1,9})", name)) and Path(m[1]).is_dir():
-        folder, step = Path(m[1]), int(m[2])
-    if (run := _run_of(folder)) is not None:
-        folder, step = run
-    elif not folder.exists():
-        if (
-            name in EMBEDDED
-            or name.startswith(API)
-            or (_HUB_NAME.fullmatch(name) and not name.endswith((".yaml", ".yml", ".json")))
-        ):
-            return None
-        raise UserError(f"{name}: there is no such folder, nor is it a model's name on the hub")
-    files = _files(folder, step)
-    if files:
-        return folder, files
-    if step is not None and run is None:
-        raise UserError(f"{name}: no evaluation after step {step} is stored there{_steps(folder)}")
-    if list((folder / TRAJECTORIES).glob(".eval_*.part_*.parquet")):
-        raise UserError(f"{name}: an evaluation that is not whole: agentrl eval --resume {folder}")
-    if (folder / "config.json").is_file() or (folder / "checkpoints").is_dir():
-        return None
-    raise UserError(f"{name}: neither a run or evaluation with stored conversations ({TRAJECTORIES}/) nor a model")
-
-
-def _run_of(folder: Path) -> tuple[Path, int] | None:
-    """Run and step of a checkpoint of a run that was evaluated after it."""
-    m = re.fullmatch(r"step_(\d{1,9})", folder.name)
-    run = folder.parent.parent
-    if m is None or folder.parent.name != "checkpoints" or not _files(run, int(m[1])):
-        return None
-    return run, int(m[1])
-
-
-def _files(folder: Path, step: int | None) -> dict[str, Stored]:
-    """The stored evaluations of a folder by split: those after a step, or the newest of each."""
-    found = [one for one in stored_files(folder / TRAJECTORIES) if one.evaluation and step in (None, one.step)]
-    return {one.split: one for one in found}
-
-
-def _steps(folder: Path) -> str:
-    steps = sorted({one.step for one in stored_files(folder / TRAJECTORIES) if one.evaluation})
-    return f"; stored are those after {', '.join(map(str, steps))}" if steps else ""
-
-
-def _first_and_last(name: str, stored: _Found) -> tuple[_Found, _Found]:
-    """The first and the newest evaluation of each split that a run has evaluated twice; `stored`: the newest.
-    Raises UserError: there is none."""
-    folder, newest = stored
-    every = [one for one in stored_files(folder / TRAJECTORIES) if one.evaluation]
-    first = {one.split: one for one in reversed(every)}
-    again = [split for split in newest if first[split].step < newest[split].step]
-    if not again:
-        raise UserError(f"{name}: has one evaluation only; name what it is to be compared with")
-    return (folder, {split: first[split] for split in again}), (folder, {split: newest[split] for split in again})
-
-
-def _named(name: str, folder: Path, files: Mapping[str, Stored]) -> str:
-    """A name with the steps of the run's evaluations."""
-    if all(one.step == 0 for one in files.values()) or re.search(r"@[\d,]+$|checkpoints/step_\d+/?$", name):
-        return name
-    return _at(folder, files)
-
-
-def _at(folder: Path, files: Mapping[str, Stored]) -> str:
-    return f"{folder}@{','.join(map(str, sorted({one.step for one in files.values()})))}"
-
-
-def _model(folder: Path, files: Mapping[str, Stored]) -> str:
-    try:
-        found = json.loads((folder / EVALUATION).read_bytes())
-        return str(found["model"])
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        steps = {one.step for one in files.values()}
-        return "" if len(steps) > 1 else f"after step {max(steps)}" if max(steps) else "before training"
-
-
-def _evaluated(
-    name: str, splits: Sequence[str] | None, recipe: str | None, known: Sequence[_Found], say: Callable[[str], None]
-) -> _Found:
-    """Evaluate a model as what is stored was, and return where that is kept. Raises UserError."""
-    from agentrl.eval.evaluate import evaluate, model_of  # torch and all, which what is stored does without
-
-    if recipe is None and not (known and (known[0][0] / RECIPE).is_file()):
-        raise UserError(
-            f"{name}: not evaluated yet, and nothing else that is compared has a recipe to do it by: add --recipe "
-            "RECIPE, or evaluate it by agentrl eval RECIPE --model MODEL and name the folder that is kept"
-        )
-    how = load_recipe(recipe if recipe is not None else RunFolder(known[0][0]).recipe())
-    model: str | None = None
-    if name.startswith(API):
-        how = how.changed(engine={"name": "openai", "args": {"model": name.removeprefix(API)}})
-    else:
-        model = model_of(name)
-    if known:
-        how, splits = _alike(how, known, splits)
-    folder = new_folder(None, Path(name.removeprefix(API)).name)
-    say(f"{name} is evaluated now, and kept in {folder}")
-    evaluate(how, model=model, splits=splits, keep=folder)
-    return folder, _files(folder, None)
-
-
-def _alike(how: Recipe, known: Sequence[_Found], splits: Sequence[str] | None) -> tuple[Recipe, list[str]]:
-    """A recipe with as many tasks and samples as the stored evaluations have, and their splits."""
-    chosen = list(splits or [split for split in known[0][1] if all(split in files for _, files in known)])
-    played = [
-        one for _, files in known for split in chosen if split in files for one in read_outcomes(files[split].path)
-    ]
-    tasks, samples = (1 + max((getattr(one, key) for one in played), default=0) for key in ("group", "sample"))
-    return how.changed(eval={"tasks": max(tasks, 1), "samples": samples}), chosen
-
-
-def compared(
-    sides: Sequence[Side], splits: Sequence[str] | None = None, wanted: float = WANTED, notes: Sequence[str] = ()
-) -> Comparison:
+def compared(sides: Sequence[Side], splits: Sequence[str] | None, asked: _Asked) -> Comparison:
     """Compare sides that are stored; see `compare`. Raises UserError."""
-    common = [split for split in sides[0].files if all(split in side.files for side in sides)]
-    notes = list(notes)
+    common = [split for split in sides[0].splits if all(split in side.splits for side in sides)]
+    recipes = {one.folder: one.recipe() for side in sides for one in side.members}
+    notes, beside = differences(sides, recipes)
     if splits:
         for split in splits:
             if split not in common:
@@ -313,61 +220,96 @@ def compared(
     elif not common:
         told = "; ".join(f"{side.name} has {', '.join(side.files)}" for side in sides)
         raise UserError(f"no split is in all of them: {told}")
-    elif left := sorted({split for side in sides for split in side.files} - set(common)):
+    elif left := sorted({split for side in sides for one in side.members for split in one.files} - set(common)):
         notes.append(f"left out, not in all of them: {', '.join(left)}")
-    paired = [one for split in common for one in _split(split, sides, wanted)]
-    return Comparison(tuple(sides), tuple(paired), tuple(notes))
+    prices = {folder: _prices(recipe) for folder, recipe in recipes.items()}
+    paired = [one for split in common for one in _split(split, sides, asked, prices, notes)]
+    raised = holm([one.found.p for one in paired])
+    paired = [replace(one, p=p) for one, p in zip(paired, raised, strict=True)]
+    return Comparison(tuple(sides), tuple(paired), tuple(notes), tuple(beside))
 
 
-def _split(split: str, sides: Sequence[Side], wanted: float) -> list[Paired]:
-    outcomes = [read_outcomes(side.files[split].path) for side in sides]
-    found = [
-        _pair(split, (sides[0], side), (outcomes[0], those), wanted)
-        for side, those in zip(sides[1:], outcomes[1:], strict=True)
+def _split(
+    split: str, sides: Sequence[Side], asked: _Asked, prices: Mapping[Path, Prices], notes: list[str]
+) -> list[Paired]:
+    played = [
+        _Played(
+            side,
+            tuple(read_outcomes(one.files[split].path) for one in side.members),
+            tuple(prices[one.folder] for one in side.members),
+        )
+        for side in sides
     ]
-    raised = holm([one.found.p for one in found])
-    return [replace(one, p=p) for one, p in zip(found, raised, strict=True)]
+    every = [outcomes for one in played for outcomes in one.outcomes]
+    if asked.on is None:
+        measure, note = measures.chosen(every)
+        if note is not None:
+            notes.append(f"{split}: {note}")
+    else:
+        measure = measures.measure_of(asked.on, every, [price for one in played for price in one.prices])
+    return [_pair(split, (played[0], other), measure, asked) for other in played[1:]]
 
 
-def _pair(
-    split: str, sides: tuple[Side, Side], outcomes: tuple[Sequence[Outcome], Sequence[Outcome]], wanted: float
-) -> Paired:
+def _prices(recipe: Recipe | None) -> Prices:
+    """The endpoint's prices by a recipe, empty where it has none."""
+    found = recipe.engine.args.get("prices") if recipe is not None else None
+    return found if isinstance(found, dict) else {}
+
+
+Tasks = Mapping[str, Sequence[Outcome]]
+Sums = Mapping[str, tuple[float, int]]
+"""Task -> the sum of a measure over its valid samples, and their number."""
+
+
+def _pair(split: str, both: tuple[_Played, _Played], measure: Measure, asked: _Asked) -> Paired:
     """Pair the tasks of two sides. Raises UserError: none is in both."""
-    a, b = (_tasks(those) for those in outcomes)
+    tasks = tuple([_tasks(outcomes) for outcomes in one.outcomes] for one in both)
+    letters = both[0].side.letter, both[1].side.letter
+    names, alone = _in_both(tasks, letters)
+    if not names:
+        raise UserError(_nothing(split, both, alone))
+    a, b = (_sums(own, names, measure, one.prices) for own, one in zip(tasks, both, strict=True))
+    pairs = tuple(TaskPair(name, _together(a, name), _together(b, name)) for name in names)
+    matrices = tuple(np.array([[one[name][0] / one[name][1] for name in names] for one in own]) for own in (a, b))
+    means = tuple(tuple(float(mean) for mean in matrix.mean(1)) for matrix in matrices)
+    results = tuple(summarize(split, _pooled(own, names)) for own in tasks)
+    one = Paired(
+        split, *letters, measure, pairs, alone, (results[0], results[1]), (means[0], means[1]),
+        Difference(0.0, 0.0, 0.0, 1.0, ""), 1.0, 0.0, {},
+    )  # fmt: skip
+    if len(both[0].outcomes) > 1 or len(both[1].outcomes) > 1:
+        one = _by_seeds(one, matrices, asked)
+    else:
+        one = _by_tasks(one, asked, trained=_trained(both))
+    return one if asked.on is not None else replace(one, also=_also(one, tasks, names))
+
+
+def _trained(both: tuple[_Played, _Played]) -> bool:
+    """Whether they come from different runs, of which one was trained: another seed would have given another."""
+    a, b = (one.side for one in both)
+    return a.folder != b.folder and (a.trained or b.trained)
+
+
+def _in_both(tasks: Sequence[Sequence[Tasks]], letters: tuple[str, str]) -> tuple[list[str], dict[str, int]]:
+    """The tasks of which every evaluation has a sample, in the order of the first one; why the others have no pair."""
+    (first, *_), (second, *_) = tasks
+    every = [one for own in tasks for one in own]
     alone = {
-        f"{one.letter} alone has them": len(mine.keys() - others.keys())
-        for one, mine, others in ((sides[0], a, b), (sides[1], b, a))
+        f"{letter} alone has them": len(mine.keys() - others.keys())
+        for letter, mine, others in ((letters[0], first, second), (letters[1], second, first))
     }
-    pairs: list[TaskPair] = []
-    both: tuple[list[Outcome], list[Outcome]] = ([], [])
-    other = empty = 0
-    for task, mine in a.items():
-        if task not in b:
-            continue
-        if mine[0].data != b[task][0].data or mine[0].environment != b[task][0].environment:
-            other += 1
-            continue
-        one = TaskPair(task, _count(mine), _count(b[task]))
-        if not one.a[1] or not one.b[1]:
-            empty += 1
-            continue
-        pairs.append(one)
-        for kept, samples in zip(both, (mine, b[task]), strict=True):
-            kept += samples
-    alone |= {"the task's data are not the same": other, "every sample failed": empty}
-    alone = {why: number for why, number in alone.items() if number}
-    if not pairs:
-        raise UserError(_nothing(split, sides, outcomes, alone))
-    values = np.array([one.difference for one in pairs])
-    counts = {size for one in pairs for size in (one.a[1], one.b[1])}
-    denominator = math.lcm(*counts)
-    unit = 1 / max(counts)
-    found = difference(values, denominator, mcnemar=counts == {1})
-    asked = {wanted, abs(found.value)} - {0.0}
-    needed = {size: tasks_needed(values, size, unit) for size in sorted(asked)}
-    results = (summarize(split, both[0]), summarize(split, both[1]))
-    shown = difference_shown(values, unit)
-    return Paired(split, sides[0].letter, sides[1].letter, tuple(pairs), alone, results, found, found.p, shown, needed)
+    names = [name for name in first if name in second]
+    shared = [name for name in names if all(name in one for one in every)]
+    alike = [name for name in shared if all(_same_task(first[name][0], one[name][0]) for one in every)]
+    valid = [name for name in alike if all(any(sample.valid for sample in one[name]) for one in every)]
+    alone["not every seed has them"] = len(names) - len(shared)
+    alone["the task's data are not the same"] = len(shared) - len(alike)
+    alone["every sample failed"] = len(alike) - len(valid)
+    return valid, {why: number for why, number in alone.items() if number}
+
+
+def _same_task(one: Outcome, other: Outcome) -> bool:
+    return one.data == other.data and one.environment == other.environment
 
 
 def _tasks(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
@@ -378,51 +320,170 @@ def _tasks(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return found
 
 
-def _count(samples: Sequence[Outcome]) -> tuple[int, int]:
-    valid = [one for one in samples if one.valid]
-    return sum(bool(one.solved) for one in valid), len(valid)
+def _sums(own: Sequence[Tasks], names: Sequence[str], measure: Measure, prices: Sequence[Prices]) -> list[Sums]:
+    """Of each evaluation of a side."""
+    found = []
+    for tasks, price in zip(own, prices, strict=True):
+        values = {name: [measure.value(one, price) for one in tasks[name] if one.valid] for name in names}
+        found.append({name: (math.fsum(those), len(those)) for name, those in values.items()})
+    return found
 
 
-def _nothing(
-    split: str,
-    sides: tuple[Side, Side],
-    outcomes: tuple[Sequence[Outcome], Sequence[Outcome]],
-    alone: Mapping[str, int],
-) -> str:
-    names = [sorted({one.environment for one in those if one.environment}) for those in outcomes]
+def _together(sums: Sequence[Sums], name: str) -> tuple[float, int]:
+    total = math.fsum(one[name][0] for one in sums)
+    return (int(total) if total.is_integer() else total), sum(one[name][1] for one in sums)
+
+
+def _pooled(own: Sequence[Tasks], names: Sequence[str]) -> list[Outcome]:
+    """The samples of a side on these tasks; those of all seeds as samples of one task."""
+    if len(own) == 1:
+        return [one for name in names for one in own[0][name]]
+    return [replace(one, group=index) for index, name in enumerate(names) for tasks in own for one in tasks[name]]
+
+
+def _by_tasks(one: Paired, asked: _Asked, trained: bool) -> Paired:
+    """The comparison of two evaluations: tasks are what it varies with. trained: seeds of training would be, too."""
+    values, counts = _values(one.pairs)
+    if one.measure.share:
+        unit, scale, most = 1 / max(counts), 1.0, 1.0
+        found = difference(values, math.lcm(*counts), mcnemar=counts == {1})
+    else:
+        most = max(float(np.abs(values).max()), _range(one.pairs)) or 1.0
+        unit, scale = 0.0, None if np.any(values) else most
+        found = difference(values, scale=scale)
+    sizes = {asked.difference(one.measure) or 0.0, abs(found.value)} - {0.0}
+    needed = {size: tasks_needed(values, size, unit) for size in sorted(sizes)}
+    one = replace(one, found=found, p=found.p, shown=difference_shown(values, unit, most), needed=needed)
+    if not trained or not one.measure.share or not sizes:
+        return one
+    varies = float(values.var()) / len(values)
+    size = abs(found.value) if found.p < 0.05 else asked.difference(one.measure) or abs(found.value)
+    return replace(one, seeds={spread: seeds_needed(size, 2 * spread**2, varies) for spread in SPREADS})
+
+
+def _values(pairs: Sequence[TaskPair]) -> tuple[npt.NDArray[np.float64], set[int]]:
+    """The differences of the tasks, and the numbers of samples that there are."""
+    return np.array([one.difference for one in pairs]), {size for one in pairs for size in (one.a[1], one.b[1])}
+
+
+def _range(pairs: Sequence[TaskPair]) -> float:
+    means = [side[0] / side[1] for one in pairs for side in (one.a, one.b)]
+    return max(means) - min(means)
+
+
+def _by_seeds(one: Paired, means: Sequence[npt.NDArray[np.float64]], asked: _Asked) -> Paired:
+    """The comparison of two recipes: seeds and tasks are what it varies with. means: of each side [seeds, tasks]."""
+    found, variances = replicated(means[0], means[1])
+    sizes = {asked.difference(one.measure) or 0.0, abs(found.value)} - {0.0}
+    seeds = {size: seeds_needed(size, variances.seeds, variances.tasks) for size in sorted(sizes)}
+    return replace(one, found=found, p=found.p, variances=variances, seeds=seeds)
+
+
+def _also(one: Paired, tasks: Sequence[Sequence[Tasks]], names: Sequence[str]) -> Also | None:
+    """The other of accuracy and mean reward; None where both are the same number of every task."""
+    other = Measure(measures.REWARD if one.measure.share else measures.SOLVED)
+    sums = [_sums(own, names, other, [{}] * len(own)) for own in tasks]
+    pairs = [TaskPair(name, _together(sums[0], name), _together(sums[1], name)) for name in names]
+    if all(mine.a == theirs.a and mine.b == theirs.b for mine, theirs in zip(one.pairs, pairs, strict=True)):
+        return None
+    matrices = [np.array([[found[name][0] / found[name][1] for name in names] for found in own]) for own in sums]
+    if one.replicated:
+        found = replicated(matrices[0], matrices[1])[0]
+    else:
+        bare = _by_tasks(replace(one, measure=other, pairs=tuple(pairs)), _Asked(other.name, None), trained=False)
+        found = bare.found
+    return Also(other, (float(matrices[0].mean()), float(matrices[1].mean())), found)
+
+
+def _nothing(split: str, both: tuple[_Played, _Played], alone: Mapping[str, int]) -> str:
+    names = [sorted({one.environment for those in side.outcomes for one in those if one.environment}) for side in both]
+    a, b = both[0].side.name, both[1].side.name
     if names[0] and names[1] and not set(names[0]) & set(names[1]):
         first, second = (", ".join(those) for those in names)
-        return f"{split}: {sides[0].name} is of environment {first}, {sides[1].name} of {second}"
+        return f"{split}: {a} is of environment {first}, {b} of {second}"
     told = ", ".join(f"{why} ({number})" for why, number in alone.items())
-    return f"{split}: {sides[0].name} and {sides[1].name} have no task in common: {told or 'they are empty'}"
-
-
-def points(share: float, sign: bool = True) -> str:
-    """A difference in percentage points, such as `+3.1`."""
-    return f"{100 * share:+.1f}" if sign else f"{100 * share:.1f}"
+    return f"{split}: {a} and {b} have no task in common: {told or 'they are empty'}"
 
 
 def sentences(one: Paired) -> Iterator[str]:
-    """Yield what a comparison says, in words: whether the data tell the sides apart, and what more tasks would show."""
-    d, tasks = one.found, len(one.pairs)
+    """Yield what a comparison says, in words: whether the data tell the sides apart, what it is about, and what more
+    tasks or seeds would show."""
+    d, told = one.found, one.measure.told
     p = "p < 0.0001" if one.p < 0.0001 else f"p = {one.p:.2g}" if one.p < 0.1 else f"p = {one.p:.2f}"
-    interval = f"95 % interval {points(d.low)} to {points(d.high)} points, {p}"
-    if one.apart:
+    unit = " points" if one.measure.share else ""
+    interval = f"95 % interval {told(d.low, True)} to {told(d.high, True)}{unit}, {p}"
+    if not one.apart:
+        yield f"The data cannot tell {one.b} from {one.a}: {told(d.value, True)}{unit} ({interval})."
+    elif one.measure.share:
         more = "more" if d.value > 0 else "less"
-        yield f"{one.b} solves {points(abs(d.value), False)} points {more} than {one.a} ({interval})."
+        yield f"{one.b} solves {told(abs(d.value))} points {more} than {one.a} ({interval})."
     else:
-        yield f"The data cannot tell {one.b} from {one.a}: {points(d.value)} points ({interval})."
+        more = "higher" if d.value > 0 else "lower"
+        name = one.measure.name.replace("_", " ")
+        yield f"{one.b}'s mean of {name} is {told(abs(d.value))} {more} than {one.a}'s ({interval})."
+    if one.replicated:
+        yield from _of_recipes(one)
+        return
+    if one.seeds:
+        yield _of_checkpoints(one)
+    if line := _of_tasks(one):
+        yield line
+
+
+def _of_recipes(one: Paired) -> Iterator[str]:
+    """Yield what several seeds say."""
+    varies, told = one.variances, one.measure.told
+    assert varies is not None
+    counts = tuple(len(means) for means in one.means)
+    unit = " points" if one.measure.share else ""
+    yield (
+        f"This is about the recipes: {counts[0]} and {counts[1]} seeds, which spread by {told(varies.spread)}{unit} "
+        f"(standard deviation, without what samples add)."
+    )
+    if 1 in counts:
+        side = one.a if counts[0] == 1 else one.b
+        yield f"{side} has one seed, which is taken to spread as the other side's do."
+    more = []
+    for size, seeds in one.seeds.items():
+        seen = size == abs(one.found.value)
+        if seen and one.apart:
+            continue
+        what = f"{told(size)}{unit}{' as seen here' if seen else ''}"
+        more.append(f"{what} need {seeds} seeds a side" if seeds else f"{what} need more tasks, not more seeds")
+    if more:
+        yield f"8 times out of 10, {'; '.join(more)}."
+
+
+def _of_checkpoints(one: Paired) -> str:
+    """What one seed a side can claim, and how many would be needed."""
+    size = one.measure.told(abs(one.found.value)) if one.found.p < 0.05 else None
+    what = f"the {size} points" if size else "the difference that is asked about"
+    needed = [
+        f"{seeds or 'more than a thousand'} where seeds spread by {100 * spread:g} points"
+        for spread, seeds in one.seeds.items()
+    ]
+    return (
+        f"One seed a side: this is about these two checkpoints, not these two recipes. To show {what} of the recipes 8 "
+        f"times out of 10 takes so many seeds a side: {', '.join(needed)}."
+    )
+
+
+def _of_tasks(one: Paired) -> str:
+    """What so many tasks show, and how many would show more; empty where there is nothing to be said."""
+    tasks, more = len(one.pairs), "; ".join(_more(one))
+    if not one.measure.share:
+        return f"8 times out of 10, {more}." if more else ""
     if one.shown < 1:
-        known = f"{tasks:,} tasks show differences from {points(one.shown, False)} points on, 8 times out of 10"
+        known = f"{tasks:,} tasks show differences from {one.measure.told(one.shown)} points on, 8 times out of 10"
     else:
         known = f"{tasks:,} tasks show no difference reliably"
-    yield f"{known}; {'; '.join(_more(one))}." if one.needed else f"{known}."
+    return f"{known}; {more}." if more else f"{known}."
 
 
 def _more(one: Paired) -> Iterator[str]:
     tasks = len(one.pairs)
     for size, needed in one.needed.items():
-        what = f"{points(size, False)} points"
+        what = f"{one.measure.told(size)}{' points' if one.measure.share else ''}"
         if size == abs(one.found.value):
             if one.apart:
                 continue

@@ -7,8 +7,9 @@ from html import escape
 from pathlib import Path
 
 from agentrl.errors import UserError
-from agentrl.eval.compare import Comparison, Paired, Side, TaskPair, points, sentences
-from agentrl.eval.show_comparison import look
+from agentrl.eval.compare import Comparison, Paired, TaskPair, sentences
+from agentrl.eval.show_comparison import look, words
+from agentrl.eval.sides import Side
 from agentrl.plugins.types import Json
 from agentrl.rollout.trajectory_file import Record, Told, conversations, read_records
 
@@ -55,19 +56,27 @@ def render(comparison: Comparison) -> str:
         f"<p><b>{side.letter}</b> {escape(side.name)} <span class=soft>{escape(side.model)}</span></p>"
         for side in comparison.sides
     )
-    notes = "".join(f"<p class=soft>{escape(note)}</p>" for note in comparison.notes)
+    notes = "".join(f"<p><b>{escape(note)}</b></p>" for note in comparison.notes)
+    notes += "".join(f"<p class=soft>{escape(told)}</p>" for told in comparison.beside)
     parts = "".join(_part(one, sides) for one in comparison.paired)
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width,initial-scale=1"><style>{STYLE}</style></head>'
-        f"<body><main><h1>Comparison</h1>{names}{notes}{_intervals(comparison.paired)}{parts}</main></body></html>\n"
+        f"<body><main><h1>Comparison</h1>{names}{notes}{_drawings(comparison.paired)}{parts}</main></body></html>\n"
     )
 
 
+def _drawings(paired: Sequence[Paired]) -> str:
+    """A drawing for each measure that the splits are compared by."""
+    measures = dict.fromkeys(one.measure for one in paired)
+    return "".join(_intervals([one for one in paired if one.measure == measure]) for measure in measures)
+
+
 def _intervals(paired: Sequence[Paired]) -> str:
-    """A drawing of all differences with their intervals."""
-    bounds = [0.0, *(bound for one in paired for bound in (one.found.low, one.found.high))]
-    low, high = min(bounds), max(bounds)
+    """A drawing of the differences of one measure with their intervals."""
+    measure = paired[0].measure
+    ends = [0.0, *(bound for one in paired for bound in (one.found.low, one.found.high))]
+    low, high = min(ends), max(ends)
     room = (high - low) * 0.08 or 0.1
     low, high = low - room, high + room
     top, row, left, width = 8, 30, 190, 560
@@ -79,7 +88,8 @@ def _intervals(paired: Sequence[Paired]) -> str:
     lines = [f'<line x1="{x(0)}" x2="{x(0)}" y1="0" y2="{end}" stroke="currentColor" opacity=".4"/>']
     for number, one in enumerate(paired):
         y, d = top + row * number + 14, one.found
-        told = f"{points(d.value)} ({points(d.low)} to {points(d.high)})"
+        value, *bounds = (measure.told(number, True) for number in (d.value, d.low, d.high))
+        told = f"{value} ({bounds[0]} to {bounds[1]})"
         lines.append(
             f'<text x="0" y="{y + 4}" font-size="13">{escape(one.split[:22])}, {one.b} - {one.a}</text>'
             f'<line x1="{x(d.low)}" x2="{x(d.high)}" y1="{y}" y2="{y}" stroke="var(--mark)" stroke-width="3"/>'
@@ -88,7 +98,7 @@ def _intervals(paired: Sequence[Paired]) -> str:
         )
     whole, height = left + width + 190, end + 8
     return (
-        "<h2>Differences in points, with 95 % intervals</h2>"
+        f"<h2>Differences in {'points' if measure.share else escape(measure.name)}, with 95 % intervals</h2>"
         f'<div class="scroll" tabindex="0"><svg viewBox="0 0 {whole} {height}" width="{whole}" role="img" '
         f'aria-label="Differences with their intervals, as in the tables below">{"".join(lines)}</svg></div>'
     )
@@ -100,26 +110,38 @@ def _part(one: Paired, sides: Mapping[str, Side]) -> str:
     said += f"<p class=soft>Tasks without a pair: {escape(alone)}</p>" if alone else ""
     heading = f"<h2>{escape(one.split)}, {one.b} against {one.a}</h2>"
     return (
-        heading + said + _figures(one) + _tasks("Gained", one, one.gained, sides) + _tasks("Lost", one, one.lost, sides)
+        heading
+        + said
+        + _figures(one)
+        + _tasks(one, one.gained, sides, better=True)
+        + _tasks(one, one.lost, sides, better=False)
     )
 
 
 def _figures(one: Paired) -> str:
     a, b = one.results
     rows = [("accuracy", f"{a.accuracy:.1%}", f"{b.accuracy:.1%}")]
-    rows.append(("95 % interval", f"{a.low:.1%} to {a.high:.1%}", f"{b.low:.1%} to {b.high:.1%}"))
-    for name in ("samples", "failed", "reward", "turns", "tool_calls", "tool_errors", "tokens", "seconds"):
+    if one.replicated:
+        told = [", ".join(one.measure.mean(mean) for mean in means) for means in one.means]
+        rows.append((f"{one.measure.name} of each seed", told[0], told[1]))
+    else:
+        rows.append(("95 % interval", f"{a.low:.1%} to {a.high:.1%}", f"{b.low:.1%} to {b.high:.1%}"))
+    rows.append(("reward", f"{a.reward:,.4g}", f"{b.reward:,.4g}"))
+    if not one.replicated:
+        told = [f"{side.reward_low:.4g} to {side.reward_high:.4g}" for side in one.results]
+        rows.append(("its 95 % interval", told[0], told[1]))
+    for name in ("samples", "failed", "turns", "tool_calls", "tool_errors", "tokens", "seconds"):
         rows.append((name.replace("_", " "), f"{getattr(a, name):,.4g}", f"{getattr(b, name):,.4g}"))
     body = "".join(f"<tr><td>{name}</td><td>{first}</td><td>{second}</td></tr>" for name, first, second in rows)
     head = f"<tr><th>{len(one.pairs):,} tasks that pair</th><th>{one.a}</th><th>{one.b}</th></tr>"
     return f'<div class="scroll" tabindex="0"><table>{head}{body}</table></div>'
 
 
-def _tasks(what: str, one: Paired, pairs: Sequence[TaskPair], sides: Mapping[str, Side]) -> str:
+def _tasks(one: Paired, pairs: Sequence[TaskPair], sides: Mapping[str, Side], better: bool) -> str:
     if not pairs:
         return ""
     shown = pairs[:TASKS]
-    better = what == "Gained"
+    what = words(one.measure)[0 if better else 1].capitalize()
     found = [
         _chosen(sides[letter], one.split, {pair.task for pair in shown}, solved)
         for letter, solved in ((one.a, not better), (one.b, better))
@@ -132,13 +154,18 @@ def _tasks(what: str, one: Paired, pairs: Sequence[TaskPair], sides: Mapping[str
 
 def _task(pair: TaskPair, one: Paired, sides: Mapping[str, Side], found: Sequence[Mapping[str, Record]]) -> str:
     columns = "".join(
-        f"<div><p><b>{letter}</b> solves {right} of {count}<br>"
+        f"<div><p><b>{letter}</b> {_told(one, right, count)}<br>"
         f"<code class=soft>{escape(look(sides[letter], one.split, pair.task))}</code></p>"
         f"{''.join(_messages(records[pair.task])) if pair.task in records else ''}</div>"
         for letter, (right, count), records in zip((one.a, one.b), (pair.a, pair.b), found, strict=True)
     )
-    told = f"{escape(pair.task)}: {pair.a[0]}/{pair.a[1]} to {pair.b[0]}/{pair.b[1]}"
+    told = f"{escape(pair.task)}: {_told(one, *pair.a)} to {_told(one, *pair.b)}"
     return f'<details><summary>{told}</summary><div class="two">{columns}</div></details>'
+
+
+def _told(one: Paired, total: float, count: int) -> str:
+    """What a side has of a task."""
+    return f"solves {total:g} of {count}" if one.measure.share else f"{escape(one.measure.name)} {total / count:.4g}"
 
 
 def _chosen(side: Side, split: str, tasks: set[str], solved: bool) -> dict[str, Record]:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from agentrl.checkpoint.code import record_code
 from agentrl.checkpoint.disk import write_whole
 from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES, FolderLock
 from agentrl.errors import UserError
@@ -103,6 +104,7 @@ class EvaluationFolder:
         try:
             (self.path / TRAJECTORIES).mkdir(exist_ok=True)
             write_whole(self.path / RECIPE, dump_recipe(recipe))
+            record_code(self.path)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path}: cannot be written to: {getattr(error, 'strerror', error)}") from error
 

@@ -1,11 +1,12 @@
 """`Outcome`: what an evaluation needs to know of one sample, from memory or from disk."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from agentrl.errors import UserError
+from agentrl.eval.scan import read_findings
 from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 from agentrl.rollout.trajectory_file import Row, read_records, read_rows
@@ -61,6 +62,8 @@ class Outcome:
     """The task's data."""
     environment: str = ""
     """Name of its environment."""
+    findings: Mapping[str, float] = field(default_factory=dict)
+    """What scanners looked for (`agentrl scan`): 1 where it was found, else 0."""
 
     @property
     def valid(self) -> bool:
@@ -140,7 +143,11 @@ def read_outcomes(path: Path) -> list[Outcome]:
     """Those of a stored evaluation, of whatever version. Raises UserError: it is damaged."""
     try:
         rows = read_rows(path, COLUMNS) if path.suffix == ".parquet" else _of_lines(path)
-        return [Outcome.read(row) for row in rows]
+        scanned = read_findings(path)
+        return [
+            replace(Outcome.read(row), findings={name: float(one[index] is not None) for name, one in scanned.items()})
+            for index, row in enumerate(rows)
+        ]
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise UserError(f"{path}: damaged: one of its samples cannot be read ({why})") from error

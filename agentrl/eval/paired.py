@@ -1,7 +1,7 @@
 """Two evaluations of the same tasks: test, interval and power, as pure functions of the tasks' differences.
 
-A difference is of one task: the share of its samples that B solves, less A's. Tasks are independent, samples of a task
-are not, so that everything is by task.
+A difference is of one task: the share of its samples that B solves, or their mean of another measure, less A's. Tasks
+are independent, samples of a task are not, so that everything is by task.
 """
 
 import math
@@ -26,10 +26,10 @@ Values = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How much more of the tasks B solves than A."""
+    """How much more B has than A: of the tasks solved, or of another measure."""
 
     value: float
-    """Mean over tasks, -1..1."""
+    """Mean over tasks; -1..1 of the tasks solved."""
     low: float
     """Lower bound of the 95 % interval; it holds 0 exactly where `p` is 0.05 or more."""
     high: float
@@ -37,17 +37,23 @@ class Difference:
     p: float
     """Probability of a difference this large where A and B are alike, two-sided."""
     test: str
-    """How `p` was found: `exact McNemar`, `exact permutation` or `permutation`."""
+    """How `p` was found: `exact McNemar`, `exact permutation`, `permutation`, or `t` where seeds are compared."""
 
 
-def difference(values: Sequence[float] | Values, denominator: int | None = None, mcnemar: bool = False) -> Difference:
+def difference(
+    values: Sequence[float] | Values,
+    denominator: int | None = None,
+    mcnemar: bool = False,
+    scale: float | None = 1.0,
+) -> Difference:
     """The mean of the differences of all tasks, one or more, with its interval and test.
 
     denominator: a number whose product with each is whole, if there is one. mcnemar: each is of one sample a side.
+    scale: as of `bootstrap_interval`.
     """
     d = np.asarray(values, np.float64)
     p, exact = permutation_p(d, denominator)
-    low, high = bootstrap_interval(d)
+    low, high = bootstrap_interval(d, scale)
     mean = float(d.mean())
     if p >= 0.05:
         low, high = min(low, 0.0), max(high, 0.0)
@@ -102,16 +108,19 @@ def _drawn(d: Values) -> float:
     return (hits + 1) / (_FLIPS + 1)
 
 
-def bootstrap_interval(d: Values) -> tuple[float, float]:
+def bootstrap_interval(d: Values, scale: float | None = 1.0) -> tuple[float, float]:
     """The 95 % interval of the mean of `d`, by drawing whole tasks again (percentile bootstrap, seeded).
 
     Two more tasks are drawn from, which differ in either direction, by the mean of 1 and of the most that any does, or
     by 1 where none does: what few tasks have not shown yet may happen. With one sample a side their effect on the
     variance is that of Bonett and Price (2012), whose interval covers also where hardly any task differs.
+
+    scale: the most that a task can differ by, in place of 1; None: it has no bound, and is the most that any does.
     """
     rng = np.random.default_rng(SEED)
     most = float(np.abs(d).max())
-    most = (1.0 + most) / 2 if most else 1.0
+    scale = most if scale is None else scale
+    most = (scale + most) / 2 if most else scale
     sizes, counts = np.unique(np.concatenate([d, [-most, most]]).round(12), return_counts=True)
     tasks = int(counts.sum())
     share = counts / tasks
@@ -126,7 +135,7 @@ def bootstrap_interval(d: Values) -> tuple[float, float]:
 
 def tasks_needed(d: Values, wanted: float, unit: float = 1.0) -> int:
     """How many tasks show a difference of `wanted` (above 0) 8 times out of 10, where tasks differ as much from
-    each other as in `d`. unit: the smallest step of a task's difference, 1 with one sample a side.
+    each other as in `d`. unit: the smallest step of a task's difference, 1 with one sample a side, 0 of a real number.
 
     Connor (1987) with the variance of `d`, to which two tasks that differ by `unit` are added, and with the correction
     for continuity of an exact test.
@@ -136,14 +145,16 @@ def tasks_needed(d: Values, wanted: float, unit: float = 1.0) -> int:
     square = max(around + wanted**2, wanted * unit)
     half = Z95 * math.sqrt(square) + Z80 * math.sqrt(max(0.0, square - wanted**2))
     plain = (half / wanted) ** 2
+    if not unit:
+        return max(1, math.ceil(plain))
     return math.ceil(plain / 4 * (1 + math.sqrt(1 + 4 * unit / (plain * wanted))) ** 2)
 
 
-def difference_shown(d: Values, unit: float = 1.0) -> float:
-    """The least difference that as many tasks as in `d` show 8 times out of 10; 1 where none does."""
-    low, high = 0.0, 1.0
+def difference_shown(d: Values, unit: float = 1.0, most: float = 1.0) -> float:
+    """The least difference that as many tasks as in `d` show 8 times out of 10; `most` where none below it does."""
+    low, high = 0.0, most
     if tasks_needed(d, high, unit) > len(d):
-        return 1.0
+        return most
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (low, middle) if tasks_needed(d, middle, unit) <= len(d) else (middle, high)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from agentrl.errors import UserError
 from agentrl.eval.outcome import Call, Outcome, by_task
-from agentrl.eval.statistics import accuracy_interval, pass_all_k, pass_at_k
+from agentrl.eval.statistics import accuracy_interval, mean_interval, pass_all_k, pass_at_k
 from agentrl.plugins.types import Json
 from agentrl.trajectory import Group
 
@@ -42,6 +42,8 @@ class Part(NamedTuple):
     """Number of samples, failed ones excluded."""
     accuracy: Accuracy
     """Share of samples solved, with its interval."""
+    reward: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Mean reward per sample, and the bounds of its 95 % interval."""
 
 
 class ToolFigures(NamedTuple):
@@ -125,6 +127,10 @@ class SplitResult:
     """Tokens by kind as an endpoint counted them, failed samples included; empty without one."""
     cost: float | None = None
     """What they cost in the unit of the prices; None without prices."""
+    reward_low: float = 0.0
+    """Lower bound of the mean reward's 95 % interval."""
+    reward_high: float = 0.0
+    """Upper bound of the mean reward's 95 % interval."""
     by: Mapping[str, Part] = field(default_factory=dict)
     """Value of the field that was asked for -> the part of the split that has it, the lowest accuracy first."""
 
@@ -147,6 +153,7 @@ def summarize(
     played = [one for one in outcomes if one.valid]
     correct, samples = _counts(tasks)
     accuracy, low, high = accuracy_interval(correct, samples)
+    reward, reward_low, reward_high = mean_interval(_rewards(tasks))
     calls = [call for one in played for call in one.calls]
     parts = dict.fromkeys(name for one in played for name in one.rewards)
     usage = sum((Counter(one.usage) for one in outcomes), Counter[str]())
@@ -159,7 +166,9 @@ def summarize(
         high=high,
         pass_at=_over_k(pass_at_k, correct, samples),
         pass_all=_over_k(pass_all_k, correct, samples),
-        reward=_mean([one.reward for one in played]),
+        reward=reward,
+        reward_low=reward_low,
+        reward_high=reward_high,
         rewards={name: _mean([one.rewards.get(name, 0.0) for one in played]) for name in sorted(parts)},
         turns=_mean([one.turns for one in played]),
         tool_calls=len(calls) / max(1, len(played)),
@@ -194,7 +203,8 @@ def parts_by(tasks: Sequence[Sequence[Outcome]], name: str) -> dict[str, Part]:
     found = {}
     for value, those in chosen.items():
         correct, samples = _counts(those)
-        found[value] = Part(len(those), sum(samples), Accuracy(*accuracy_interval(correct, samples)))
+        accuracy = Accuracy(*accuracy_interval(correct, samples))
+        found[value] = Part(len(those), sum(samples), accuracy, mean_interval(_rewards(those)))
     return dict(sorted(found.items(), key=lambda item: (item[1].accuracy.value, item[0])))
 
 
@@ -226,6 +236,11 @@ def _counts(tasks: Sequence[Sequence[Outcome]]) -> tuple[list[int], list[int]]:
     """Of each task how many samples solved it, and how many are valid."""
     correct = [sum(bool(one.solved) for one in task if one.valid) for task in tasks]
     return correct, [sum(one.valid for one in task) for task in tasks]
+
+
+def _rewards(tasks: Sequence[Sequence[Outcome]]) -> list[list[float]]:
+    """Of each task the rewards of its valid samples."""
+    return [[one.reward for one in task if one.valid] for task in tasks]
 
 
 def _tools(calls: Sequence[Call]) -> dict[str, ToolFigures]:

@@ -42,11 +42,13 @@ def show(evaluation: "Evaluation", console: Console | None = None) -> None:
 
 def _parts(result: SplitResult) -> Table:
     table = Table(title=escape(f"{result.split}, the lowest first"), title_justify="left")
-    for name in ("value", "tasks", "samples", "accuracy", "95 % interval"):
+    for name in ("value", "tasks", "samples", "accuracy", "95 % interval", "reward", "its interval"):
         table.add_column(name, justify="left" if name == "value" else "right")
     for value, part in list(result.by.items())[:SHOWN]:
         low, high = part.accuracy.low or 0.0, part.accuracy.high or 0.0
-        figures = (f"{part.tasks:,}", f"{part.samples:,}", f"{part.accuracy.value:.1%}", f"{low:.1%} to {high:.1%}")
+        reward = (f"{part.reward[0]:.3f}", f"{part.reward[1]:.3f} to {part.reward[2]:.3f}")
+        counts = (f"{part.tasks:,}", f"{part.samples:,}")
+        figures = (*counts, f"{part.accuracy.value:.1%}", f"{low:.1%} to {high:.1%}", *reward)
         table.add_row(escape(value), *figures)
     if len(result.by) > SHOWN:
         table.caption = f"and {len(result.by) - SHOWN} more: --json has all"
@@ -63,6 +65,7 @@ def _cells(r: SplitResult) -> Iterator[tuple[str, str]]:
     yield "tasks", f"{r.tasks:,}"
     yield "samples", f"{r.samples:,}"
     yield "reward", f"{r.reward:.3f}"
+    yield "  95 % interval", f"{r.reward_low:.3f} to {r.reward_high:.3f}"
     if len(r.rewards) > 1:
         for name, value in r.rewards.items():
             yield escape(f"  {name}"), f"{value:.3f}"

@@ -1,7 +1,8 @@
-"""Accuracy with a confidence interval, and pass@k: pure functions of counts."""
+"""Means with their confidence intervals, pass@k, and Student's t: pure functions of numbers."""
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 Z95 = 1.959963984540054  # two-sided 95 % quantile of the standard normal
 
@@ -77,3 +78,67 @@ def pass_all_k(correct: int, samples: int, k: int) -> float:
     if k > samples:
         raise ValueError(f"pass^{k} needs at least {k} samples, there are {samples}")
     return math.comb(correct, k) / math.comb(samples, k)
+
+
+def mean_interval(values: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """(mean, low, high): the mean over samples, values[i] of task i, with its 95 % interval.
+
+    Where all are 0 or 1 it is `accuracy_interval`. Else tasks are drawn, with all of their samples (the variance of a
+    ratio, Cochran 1977, and Student's t); two more tasks are counted, as far above and below the mean as half of the
+    range of what was seen, since few tasks have not shown all.
+    """
+    tasks = [task for task in values if task]
+    every = [value for task in tasks for value in task]
+    if all(value in (0, 1) for value in every):
+        return accuracy_interval([round(sum(task)) for task in tasks], [len(task) for task in tasks])
+    mean, size = sum(every) / len(every), len(every) / len(tasks)
+    unseen = (max(every) - min(every) or max(1.0, abs(mean))) / 2
+    square = sum((sum(task) - mean * len(task)) ** 2 for task in tasks) + 2 * (unseen * size) ** 2
+    count = len(tasks) + 2
+    half = t_quantile(count - 1) * math.sqrt(square * count / (count - 1)) / (size * count)
+    return mean, mean - half, mean + half
+
+
+def t_p(t: float, freedom: float) -> float:
+    """The two-sided p of Student's t, of any positive degrees of freedom (a regularized incomplete beta function)."""
+    x, rest = freedom / (freedom + t * t), t * t / (freedom + t * t)
+    if not rest or not x:
+        return 1.0 if not rest else 0.0
+    a, b = freedom / 2, 0.5
+    log = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log(rest)
+    if x < (a + 1) / (a + b + 2):
+        return math.exp(log) * _beta_fraction(a, b, x) / a
+    return 1 - math.exp(log) * _beta_fraction(b, a, rest) / b
+
+
+def _beta_fraction(a: float, b: float, x: float) -> float:
+    """The continued fraction of the incomplete beta function (Abramowitz and Stegun 26.5.8), by Lentz's method."""
+    tiny = 1e-300
+    c, d = 1.0, 1 / ((1 - (a + b) * x / (a + 1)) or tiny)
+    found = d
+    for m in range(1, 1000):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for step in (even, odd):
+            d = 1 / ((1 + step * d) or tiny)
+            c = (1 + step / c) or tiny
+            found *= c * d
+        if abs(c * d - 1) < 1e-13:
+            break
+    return found
+
+
+@lru_cache(100_000)
+def t_quantile(freedom: float, p: float = 0.05) -> float:
+    """Student's t whose two-sided p is `p`, by Newton's method in logarithms: there p falls ever steeper, so that it
+    converges from above."""
+    log = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
+    t = 2.0
+    for _ in range(100):
+        found = t_p(t, freedom)
+        density = math.exp(log - (freedom + 1) / 2 * math.log1p(t * t / freedom))
+        step = math.log(found / p) * found / (2 * t * density)
+        t *= math.exp(step)
+        if abs(step) < 1e-11:
+            break
+    return t

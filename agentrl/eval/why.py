@@ -1,7 +1,8 @@
 """Why samples are unsolved: what is more frequent among the unsolved than among the solved.
 
 `diagnose` reads the stored samples of an evaluation (or training step), and those of the first one of the same split
-for the change since then. Each sample has signs (`signs.py`); a sign is a cause where unsolved samples have it more
+for the change since then. Each sample has signs (`signs.py`, the fields of its task, what scanners found, `scan.py`); a
+sign is a cause where unsolved samples have it more
 often than solved ones do, and so much more often that chance does not explain it. Where no sample was solved, what many
 of them did is listed in place of causes: there is nothing to compare it with.
 """
@@ -20,6 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 from agentrl.errors import UserError
+from agentrl.eval.scan import read_findings
+from agentrl.eval.scanners import PHRASES
 from agentrl.eval.signs import UNSURE, Said, Sign, changed, ended, miscopied, repeated, said, unsure
 from agentrl.plugins.types import Json
 from agentrl.rollout.call_counts import CallCounts, CallFault, add_row
@@ -32,6 +35,10 @@ EXAMPLES = 20
 _VALUES = (
     12  # values of a field that are compared one by one; numbers and texts with more of them by quarters of the tasks
 )
+_RANGED = 5  # distinct numbers from which on their ranges are compared too
+_PATHS = 200  # fields of a task that are looked at, and values of a list
+_DEPTH = 6  # of fields in fields
+_SLOW = 0.05  # seconds below which no call is slow
 _TASKS = 4  # tasks that texts must agree on in the mean to be compared one by one, where there are more
 _COMMON = 0.2
 """Share of the unsolved samples that must have a sign for it to be listed where no sample was solved."""
@@ -64,7 +71,7 @@ class Cause:
     """A sign that unsolved samples have more often than solved ones."""
 
     kind: str
-    """`field`, `finish`, `tool error`, `calls`, `files`, `miscopied`, `made up` or `unsure`."""
+    """`field`, `finish`, `tool error`, `calls`, `slow`, `says`, `scan`, `files`, `miscopied`, `made up` or `unsure`."""
     value: str
     """Which of its kind, such as `number in a call of calculator` or `kind = trip`."""
     unsolved: int
@@ -148,13 +155,13 @@ def diagnose(
     """
     now = _Counted(path, piece, turn_limit)
     then = None if first is None else _Counted(first, piece, turn_limit)
-    labels = labels_of([*now.data(), *(then.data() if then else ())])
+    labels, slow = labels_of([*now.data(), *(then.data() if then else ())]), now.slow_calls()
     for counted in (now, *([then] if then else [])):
         counted.count_fields(labels)
+        counted.count_slow(slow)
     listed, gone = now.causes(), []
     if then is not None:
         gone = [sign for sign in then.causes() if sign not in listed and 2 * now.share(sign) <= then.share(sign)]
-    notes = [] if piece is not None and now.tokens else ["without tokens, nothing is said about where it was not sure"]
     return Diagnosis(
         file=path.name,
         samples=now.samples,
@@ -169,8 +176,11 @@ def diagnose(
         causes=tuple(_cause(sign, now, then) for sign in listed),
         gone=tuple(_cause(sign, now, then) for sign in gone),
         unexplained=sum(not found.intersection(listed) for found in now.signs),
-        notes=tuple(notes),
+        notes=(*(() if piece is not None and now.tokens else (_NO_TOKENS,)), *now.untested()),
     )
+
+
+_NO_TOKENS = "without tokens, nothing is said about where it was not sure"
 
 
 def _cause(sign: Sign, now: "_Counted", then: "_Counted | None") -> Cause:
@@ -229,9 +239,12 @@ class _Counted:
         self._examples: list[Example] = []  # in the order of `signs`
         self._solutions: list[str] = []  # tasks
         self._tasks: dict[str, tuple[int, int]] = {}  # task -> its unsolved samples, all of its samples
+        self._seconds: dict[str, list[tuple[int | None, str, float]]] = defaultdict(list)
+        # tool -> of each sample that called it: its index among the unsolved (None: solved), task, longest call
+        self._findings = {name: notes for name, notes in read_findings(path).items() if name not in PHRASES}
         for number, row in enumerate(_rows(path, with_tokens=self._piece is not None), 1):
             try:
-                self._add(row)
+                self._add(row, number - 1)
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 raise UserError(f"{path}, sample {number}: damaged: {why}; move the file away") from error
@@ -241,7 +254,7 @@ class _Counted:
         """Number of samples that were not lost."""
         return self.unsolved + self.solved
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: Row, index: int) -> None:
         if row["boundary"] is not None or row["reward"] is None:
             told = " ".join(str(row["error"] or "").split())[:_NOTE]
             self.errors[f"{row['boundary'] or row['finish']}: {told}".removesuffix(": ")] += 1
@@ -250,10 +263,13 @@ class _Counted:
         unsolved = is_unsolved(row, self.below)
         task = str(row["task"])
         if task not in self._data:
-            self._data[task] = _scalars(row)
+            self._data[task] = _fields(row)
         before, all_before = self._tasks.get(task, (0, 0))
         self._tasks[task] = (before + unsolved, all_before + 1)
-        found = dict(reversed([*self._signs(row)]))  # of several notes the first
+        scanned = [(("scan", name), notes[index] or "") for name, notes in self._findings.items() if notes[index]]
+        found = dict(reversed([*self._signs(row), *scanned]))  # of several notes the first
+        for name, longest in _longest_calls(row).items():
+            self._seconds[name].append((self.unsolved if unsolved else None, task, longest))
         if unsolved:
             self.unsolved += 1
             self.signs.append(set())
@@ -280,6 +296,8 @@ class _Counted:
         yield from changed(_parsed(row["extra"]))
         yield from repeated(messages)
         yield from miscopied(messages, tools)
+        texts = [message.text for message in messages if message.sampled]
+        yield from ((("says", name), note) for name, found in PHRASES.items() if (note := found(texts)) is not None)
         if self._piece is None or row["lowest"] is None or (turn := _turn(row, messages, branches)) is None:
             return
         number, message = turn
@@ -301,8 +319,51 @@ class _Counted:
             for sign in found[task]:
                 self._tallies[sign].solved[task] += 1
 
+    def slow_calls(self) -> dict[str, float]:
+        """Tool -> seconds that the longest call of a quarter of the samples exceeds, where that is far above the
+        middle."""
+        found = {}
+        for name, uses in self._seconds.items():
+            middle, edge = np.quantile([seconds for *_, seconds in uses], [0.5, 0.75]).tolist()
+            if edge >= _SLOW and edge > 1.5 * middle:
+                found[name] = edge
+        return found
+
+    def count_slow(self, edges: Mapping[str, float]) -> None:
+        """Count a sign for each sample with a call that took longer than the tool's edge."""
+        for name, edge in edges.items():
+            sign = ("slow", f"a call of {name} over {edge:.2g} s")
+            for index, task, seconds in self._seconds.get(name, ()):
+                if seconds <= edge:
+                    continue
+                if index is None:
+                    self._tallies[sign].solved[task] += 1
+                else:
+                    self._count(index, sign, f"{seconds:.2g} s")
+
+    def untested(self) -> list[str]:
+        """What could not be compared, as lines."""
+        found = []
+        if self.solved and self.unsolved:
+            kinds = Counter(kind for kind, _ in self._tallies)
+            least = fisher(self.unsolved, self.unsolved, 0, self.solved)
+            weak = sorted(kind for kind, count in kinds.items() if least > CHANCE / count)
+            if weak:
+                found.append(
+                    f"{self.unsolved} unsolved and {self.solved} solved samples are too few for a cause of the kinds "
+                    f"{', '.join(weak)}: whatever they had in common could be chance"
+                )
+            rare = sum(tally.unsolved.total() == 1 and not tally.solved for tally in self._tallies.values())
+            if rare:
+                found.append(f"{rare} things that one unsolved sample alone has were not compared")
+        texts = sorted({name for data in self._data.values() for name, value in data.items() if _is_long(value)})
+        if texts:
+            shown = ", ".join(texts[:5]) + (", ..." if len(texts) > 5 else "")
+            found.append(f"of long texts among the fields the length alone was compared: {shown}")
+        return found
+
     def data(self) -> Iterable[dict[str, Json]]:
-        """The scalars in the data of each task."""
+        """The fields in the data of each task."""
         return self._data.values()
 
     def tally(self, sign: Sign) -> _Tally:
@@ -349,7 +410,16 @@ class _Counted:
             difference = self.share(sign) - tally.solved.total() / self.solved
             if tally.unsolved.total() > 1 and difference > 0 and self.chance(tally) <= CHANCE / kinds[sign[0]]:
                 found.append((-difference, sign))
-        return [sign for _, sign in sorted(found)]
+        return self._of_ranges([sign for _, sign in sorted(found)])
+
+    def _of_ranges(self, signs: list[Sign]) -> list[Sign]:
+        """The signs, of several ranges of one field only that which chance explains least."""
+        best: dict[str, Sign] = {}
+        for sign in signs:
+            name = range_of(sign)
+            if name and (name not in best or self.chance(self.tally(sign)) < self.chance(self.tally(best[name]))):
+                best[name] = sign
+        return [sign for sign in signs if not (name := range_of(sign)) or best[name] == sign]
 
 
 def fisher(a: int, m: int, b: int, n: int) -> float:
@@ -447,61 +517,118 @@ def _turn(row: Row, messages: list[Said], branches: list[list[Said]]) -> tuple[i
     return (number, sampled[-1 - len(later)]) if len(later) < len(sampled) else None
 
 
-# Fields of tasks
+# Fields of tasks, and calls
 
 
-def _scalars(row: Row) -> dict[str, Json]:
-    """The scalars in a task's data, and its environment."""
-    data = _parsed(row["task_data"])
-    found = {str(key): value for key, value in data.items() if isinstance(value, str | int | float)} if data else {}
+def _longest_calls(row: Row) -> dict[str, float]:
+    """Tool -> the seconds of its longest call in a sample."""
+    found: dict[str, float] = {}
+    for use in row["tool_uses"] or ():
+        name, seconds = str(use["name"]), use.get("seconds")
+        if name in (row["tools"] or ()) and isinstance(seconds, int | float):
+            found[name] = max(found.get(name, 0.0), float(seconds))
+    return found
+
+
+def _fields(row: Row) -> dict[str, Json]:
+    """What is compared of a task's data, by path: `a.b` of nested fields; of lists the values (`tags[]`, a tuple) and
+    their number; and its environment."""
+    data = _parsed(row["task_data"]) or {}
+    if not isinstance(data, Mapping):
+        raise TypeError("a task's data is no object")
+    found = dict(_flat(data))
     return found | ({"environment": row["environment"]} if row["environment"] else {})
 
 
-def labels_of(tasks: Iterable[Mapping[str, Json]]) -> Callable[[Mapping[str, Json]], list[Sign]]:
-    """A function from a task's data to its signs, one for each field in which tasks agree.
+def _flat(data: Mapping[str, Json]) -> Iterator[tuple[str, Json]]:
+    found: dict[str, Json] = {}
+    waiting: list[tuple[str, Json, int]] = [("", data, 0)]
+    while waiting and len(found) < _PATHS:
+        path, value, depth = waiting.pop(0)
+        if isinstance(value, str | int | float):
+            found[path] = (*found.get(path, ()), value) if "[]" in path else value
+        elif isinstance(value, Mapping) and depth < _DEPTH:
+            waiting += [(f"{path}.{key}" if path else str(key), one, depth + 1) for key, one in value.items()]
+        elif isinstance(value, list) and depth < _DEPTH:
+            found |= {} if "[]" in path else {f"number of {path}": len(value)}
+            waiting += [(f"{path}[]", one, depth + 1) for one in value[:_PATHS]]
+    yield from found.items()
 
-    Values are compared one by one where there are few; else numbers by quarters of the tasks, and texts by quarters of
-    their lengths.
+
+def _is_long(value: Json) -> bool:
+    return isinstance(value, str) and len(value) > _LINE
+
+
+def range_of(sign: Sign) -> str:
+    """The field of a sign that is a range of numbers, or of lengths; empty of another sign."""
+    name, between, _ = sign[1].rpartition(" from ")
+    return name if between and sign[0] == "field" else ""
+
+
+def labels_of(tasks: Iterable[Mapping[str, Json]]) -> Callable[[Mapping[str, Json]], list[Sign]]:
+    """A function from a task's data to its signs, of each field in which tasks agree.
+
+    Values are compared one by one where there are few, and what lists hold; numbers also by quarters and halves of the
+    tasks, the middle half among these; texts of which there are many by their lengths.
     """
     columns: dict[str, list[Json]] = {}
     for data in tasks:
         for name, value in data.items():
             columns.setdefault(name, []).append(value)
-    readers = {name: reader for name, values in columns.items() if (reader := _reader(name, values)) is not None}
+    readers = {name: found for name, values in columns.items() if (found := _readers(name, values))}
 
     def labels(data: Mapping[str, Json]) -> list[Sign]:
-        return [("field", readers[name](value)) for name, value in data.items() if name in readers]
+        found = (label for name, value in data.items() for reader in readers.get(name, ()) for label in reader(value))
+        return [("field", label) for label in dict.fromkeys(found)]
 
     return labels
 
 
-def _reader(name: str, values: Sequence[object]) -> Callable[[Json], str] | None:
-    """What names the group of a value; None where all are equal."""
+_Reader = Callable[[Json], Sequence[str]]
+"""Names the groups of a value."""
+
+
+def _readers(name: str, values: Sequence[Json]) -> list[_Reader]:
+    """What names the groups of a field's values; empty where all are equal."""
+    if any(isinstance(value, tuple) for value in values):
+        held = Counter(str(one) for value in values if isinstance(value, tuple) for one in set(value))
+        kept = {one for one, count in held.most_common(_VALUES) if 1 < count < len(values)}
+        return [lambda value: [f"{name} has {str(one)[:_LINE]}" for one in value if str(one) in kept]] if kept else []
     distinct = {str(value) for value in values}
     if len(distinct) < 2:
-        return None
+        return []
     numbers = [number for value in values if (number := _number(value)) is not None]
     agree = len(distinct) * _TASKS <= len(values) and len(numbers) < len(values)
+    found: list[_Reader] = []
     if len(distinct) <= _VALUES or agree:
-        return lambda value: f"{name} = {str(value)[:_LINE]}"
-    size, unit, given = (_number, "", numbers) if len(numbers) == len(values) else (_letters, " characters", [])
-    edges = np.quantile(given or [_letters(value) for value in values], [0, 0.25, 0.5, 0.75, 1]).tolist()
+        found.append(lambda value: [f"{name} = {str(value)[:_LINE]}"])
+    if len(numbers) == len(values) and len(distinct) >= _RANGED:
+        found.append(_ranges(name, numbers, _number, ""))
+    elif not found:
+        found.append(_ranges(name, [_letters(value) for value in values], _letters, " characters"))
+    return found
 
-    def group(value: object) -> str:
+
+def _ranges(name: str, sizes: Sequence[float], size: Callable[[Json], float | None], unit: str) -> _Reader:
+    """What names the quarter of a value, and the halves that it is in: the lower, the middle, the upper."""
+    edges = np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1]).tolist()
+
+    def groups(value: Json) -> list[str]:
         found = size(value)
         place = 3 if found is None else max(0, min(3, bisect_left(edges, found) - 1))
-        return f"{name} from {edges[place]:.6g} to {edges[place + 1]:.6g}{unit}"
+        parts = [(place, place + 1), *((low, low + 2) for low in (0, 1, 2) if low <= place < low + 2)]
+        return [f"{name} from {edges[low]:.6g} to {edges[high]:.6g}{unit}" for low, high in parts]
 
-    return group
+    return groups
 
 
 def _number(value: Json) -> float | None:
     try:
         found = float(value)
-    except (ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
 
 
-def _letters(value: object) -> float:
+def _letters(value: Json) -> float:
     return float(len(str(value)))

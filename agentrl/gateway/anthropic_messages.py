@@ -36,6 +36,7 @@ class AnthropicMessages:
     """`POST /v1/messages`."""
 
     history = "messages"
+    instructions = "system"
 
     def parse(self, body: Mapping[str, Json]) -> Call:
         """The call. Raises GatewayError for what cannot be served."""
@@ -85,8 +86,11 @@ def _event(name: str, data: Mapping[str, Json]) -> bytes:
 def _messages(one: Mapping[str, Json], where: str) -> Iterator[Message]:
     """Yield what one message of the API holds: results of tools are messages of their own here."""
     role, content = one.get("role"), one.get("content")
+    if role == "system":  # between the others, as Claude Code sends them
+        yield {"role": "system", "content": text_of(content, f"{where}.content")}
+        return
     if role not in ("user", "assistant"):
-        raise GatewayError(f"{where}.role: {shown(role)} is neither user nor assistant")
+        raise GatewayError(f"{where}.role: {shown(role)} is none of user, assistant and system")
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return

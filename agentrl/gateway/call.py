@@ -19,6 +19,8 @@ class Call:
     store where there are images."""
     tools: tuple[dict[str, Json], ...] = ()
     """Schemas of the tools that are offered, as `Tool.schema`."""
+    namespaces: Mapping[str, str] = field(default_factory=dict)
+    """Of tools that are offered in groups: the name of its group by that of the tool (Responses API)."""
     may_call: bool = True
     """Whether the model may call them (`tool_choice`): else they stay in the prompt, and calls are text."""
     prompt: str | tuple[int, ...] | None = None

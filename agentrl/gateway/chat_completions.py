@@ -27,6 +27,7 @@ class ChatCompletions:
     """`POST /v1/chat/completions`."""
 
     history = "messages"
+    instructions = ""
 
     def parse(self, body: Mapping[str, Json]) -> Call:
         """The call. Raises GatewayError for what cannot be served."""

@@ -15,6 +15,7 @@ class Completions:
     """`POST /v1/completions`."""
 
     history = ""
+    instructions = ""
 
     def parse(self, body: Mapping[str, Json]) -> Call:
         """The call. Raises GatewayError for what cannot be served."""

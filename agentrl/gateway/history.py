@@ -30,9 +30,12 @@ _SPACE = frozenset(" \n\r\t")
 
 
 class Dialect(Protocol):
-    """What reads a body: `history` is the key of its messages."""
+    """What reads a body."""
 
     history: str
+    """The key of its messages."""
+    instructions: str
+    """The key of a system message that comes before them; empty: the messages hold it."""
 
     def parse(self, body: Mapping[str, Json]) -> Call: ...
 
@@ -141,7 +144,7 @@ class History:
         if head != seen.head or given.get("previous_response_id"):
             return None
         new, old = self.taken(dialect.parse(given)), seen.call
-        system = int(bool(new.messages) and new.messages[0]["role"] == "system")
+        system = int(bool(given.get(dialect.instructions)))
         if new.messages[:system] != old.messages[:system] or new.tools != old.tools:
             return None
         messages = (*old.messages, *new.messages[system:])

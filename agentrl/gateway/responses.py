@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from agentrl.gateway.bounds import characters_in
@@ -33,6 +34,7 @@ class Responses:
     """`POST /v1/responses`. previous: returns the conversation that ends with a response that was given before."""
 
     history = "input"
+    instructions = "instructions"
 
     def __init__(self, previous: Previous) -> None:
         self._previous = previous
@@ -41,7 +43,8 @@ class Responses:
     def parse(self, body: Mapping[str, Json]) -> Call:
         """The call. Raises GatewayError for what cannot be served."""
         ignored = check_fields(body, RESPONSES)
-        tools, choice = tools_of(body, body.get("tool_choice"), _parts), body.get("tool_choice")
+        given, namespaces = _without_groups(body.get("tools"))
+        tools, choice = tools_of({"tools": given}, body.get("tool_choice"), _parts), body.get("tool_choice")
         form = mapping(mapping(body.get("text"), "text").get("format"), "text.format")
         messages: list[Message] = []
         if (previous := body.get("previous_response_id")) is not None:
@@ -55,6 +58,7 @@ class Responses:
             messages=tuple(messages),
             named=self._named,
             tools=tools,
+            namespaces=namespaces,
             may_call=choice != "none",
             schema=schema_of(form, "text.format"),
             must_call=must_call(_chosen(choice) if isinstance(choice, dict) else choice, tools),
@@ -63,7 +67,7 @@ class Responses:
             model=str(body.get("model", "")),
             asked=asked_of(body, RESPONSES),
             one_call=not flag(body.get("parallel_tool_calls"), "parallel_tool_calls", True),
-            ignored=(*ignored, *check_tools(body.get("tools"), RESPONSES)),
+            ignored=(*ignored, *check_tools(given, RESPONSES)),
         )
 
     def _input(self, given: Json) -> Iterator[Message]:
@@ -104,7 +108,7 @@ class Responses:
 
     def render(self, found: Completion, call: Call) -> dict[str, Json]:
         """The answer as an object."""
-        return _ended(found, call, int(time.time()), _output(found))
+        return _ended(found, call, int(time.time()), _output(found, call.namespaces))
 
     def writer(self, call: Call) -> Writer:
         """What writes an answer as server-sent events."""
@@ -146,6 +150,25 @@ def _messages(items: Iterable[tuple[str, Mapping[str, Json]]]) -> Iterator[Messa
             raise GatewayError(f"{where}: an item of type {shown(kind)}, role {shown(item.get('role'))} is not served")
     if waiting is not None:
         yield waiting
+
+
+def _without_groups(tools: Json) -> tuple[list[Json], dict[str, str]]:
+    """Tools with those of each `namespace` in its place, and the namespaces of these by their names, which the model
+    calls them by. Raises GatewayError for a name that is not alone."""
+    flat: list[Json] = []
+    namespaces: dict[str, str] = {}
+    for i, one in enumerate(array(tools or (), "tools")):
+        group = mapping(one, f"tools.{i}")
+        if group.get("type") != "namespace":
+            flat.append(group)
+            continue
+        for j, tool in enumerate(array(group.get("tools") or (), f"tools.{i}.tools")):
+            flat.append(mapping(tool, f"tools.{i}.tools.{j}"))
+            namespaces[str(flat[-1].get("name"))] = str(group.get("name", ""))
+    counts = Counter(str(tool.get("name")) for tool in flat)
+    if twice := sorted(name for name in namespaces if counts[name] > 1):
+        raise GatewayError(f"tools: {shown(twice[0])} of a namespace is offered twice; give each a name of its own")
+    return flat, namespaces
 
 
 def _chosen(choice: Mapping[str, Json]) -> tuple[Json]:
@@ -196,13 +219,13 @@ def _ended(found: Completion, call: Call, created: int, output: list[dict[str, J
     return _response(found.id, call, created, **state, **details)
 
 
-def _output(found: Completion) -> list[dict[str, Json]]:
+def _output(found: Completion, namespaces: Mapping[str, str]) -> list[dict[str, Json]]:
     message, items = found.message, []
     if message.get("reasoning_content"):
         items.append(_reasoning(f"rs_{found.id}", message["reasoning_content"]))
     if message["content"] or not message.get("tool_calls"):
         items.append(_message(f"msg_{found.id}", str(message["content"] or "")))
-    return [*items, *_calls(found)]
+    return [*items, *_calls(found, namespaces)]
 
 
 def _reasoning(name: str, text: str) -> dict[str, Json]:
@@ -214,10 +237,12 @@ def _message(name: str, text: str) -> dict[str, Json]:
     return {"type": "message", "id": name, "status": "completed", "role": "assistant", "content": [part]}
 
 
-def _calls(found: Completion) -> Iterator[dict[str, Json]]:
+def _calls(found: Completion, namespaces: Mapping[str, str]) -> Iterator[dict[str, Json]]:
     for i, call in enumerate(found.message.get("tool_calls", ())):
         function = call["function"]
+        group = namespaces.get(function["name"])
         yield {
+            **({} if group is None else {"namespace": group}),
             "type": "function_call",
             "id": f"fc_{found.id}_{i}",
             "call_id": call.get("id", ""),
@@ -258,7 +283,7 @@ class _ResponseWriter(Writer):
             yield from self._stop()
             yield from self._start("content")
         yield from self._stop()
-        for item in _calls(found):
+        for item in _calls(found, self.call.namespaces):
             yield from self._call(item)
         whole = _ended(found, self.call, self._created, self._items)
         yield self._event(whole["status"], {"response": whole})

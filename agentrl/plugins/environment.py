@@ -29,7 +29,8 @@ class Environment(ABC):
     `pays` is False where `calc_reward` has nothing to give, and only tools and `rewards.functions` do.
     `reward_parts`: every name that `calc_reward` may give, where they are known; None: they are not. A class that
     overrides `calc_reward` says them anew. `example`: arguments (`source` among them) by which `agentrl try` plays an
-    environment that cannot be made without any.
+    environment that cannot be made without any. `cannot`: what its source has and it does not carry, by name, and what
+    becomes of it; said before a run.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Environment(ABC):
     uses_workspace: bool = False
     reward_parts: tuple[str, ...] | None = None
     example: Mapping[str, Json] = MappingProxyType({})
+    cannot: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def tasks(self, split: str) -> Sequence[Task]:

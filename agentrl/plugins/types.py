@@ -115,6 +115,9 @@ class Session:
     tampering: tuple[str, ...] = ()
     """What a grader left behind since it would have decided for it, as `kind: path`: see `agentrl.workspace.grading`.
     The environment sets it in `calc_reward`."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Numbers about the rollout by name, besides its reward: the environment sets them in `calc_reward`, and
+    `metric/<name>` is their mean."""
     outcome: Any = None
     """What an agent came to (an `agentrl.plugins.agent.Outcome`), from its end on; None under the built-in driver."""
 

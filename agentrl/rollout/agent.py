@@ -43,6 +43,7 @@ MAX_TOTAL_TOKENS = 65_536
 """Tokens of a rollout, all of its branches together, where `rollout.max_total_tokens` says none."""
 _ROLES = 16  # seats of a rollout, each of which has metrics
 _RETRIED = 64  # calls whose digests are kept, so that one that is sent again is known
+_LAST_WORDS = 300  # characters of a program's output in an error
 
 
 @dataclass(slots=True, eq=False)
@@ -477,7 +478,7 @@ class AgentDriver(Driver):
             raise broken
         if not request.tree.answered:
             request.main.at = where
-            raise UserError("it ended without a call of the model: does it use the gateway's base URL and key?")
+            raise UserError(f"it ended without a call of the model{_last_words(request.outcome)}")
         for created in request.created:
             created.session.outcome = request.outcome
         if rollout.tools_done:
@@ -512,6 +513,13 @@ class AgentDriver(Driver):
         assert isinstance(request, AgentRequest)
         for branch in request.tree.branches:
             self._forget_id(request, branch.name)
+
+
+def _last_words(outcome: Outcome) -> str:
+    """How a program ended, in one line; a question where it said nothing."""
+    code = "" if outcome.exit_code is None else f", with exit code {outcome.exit_code}"
+    said = " ".join(outcome.output.split())[-_LAST_WORDS:]
+    return f"{code}; it said {said!r}" if said else f"{code}: does it use the gateway's base URL and key?"
 
 
 def _without_calls(parsed: ParsedTurn) -> ParsedTurn:

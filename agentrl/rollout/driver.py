@@ -16,7 +16,7 @@ from dataclasses import replace
 from agentrl.chat.base import Chat, ParsedTurn, Seeing
 from agentrl.containment.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
-from agentrl.errors import UserError, WorkspaceError, contained, describe, nearest
+from agentrl.errors import EnvironmentLostError, UserError, WorkspaceError, contained, describe, nearest
 from agentrl.images import ImageSpan, all_stored, check_count, hashes, keyed, without_last_image
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
@@ -35,6 +35,7 @@ from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, 
 _DRIVER = Boundary.INFRASTRUCTURE, "driver"
 _CHAT = Boundary.INFRASTRUCTURE, "chat"
 _ENGINE = Boundary.ENGINE, "engine"
+_OWN_BOUNDARIES = {WorkspaceError: Boundary.WORKSPACE, EnvironmentLostError: Boundary.ENVIRONMENT}
 _ENDS = RequestState.FAILED, RequestState.ABORTED
 _AROUND = 8  # tokens before and after a place, in an error about it
 _log = logging.getLogger("agentrl.rollout")
@@ -482,7 +483,8 @@ class Driver:
 
     def _fail(self, request: AsyncRolloutRequest, error: BaseException) -> None:
         boundary, where = request.main.at
-        boundary = Boundary.WORKSPACE if isinstance(error, WorkspaceError) else boundary
+        for kind, own in _OWN_BOUNDARIES.items():
+            boundary = own if isinstance(error, kind) else boundary
         line = f"{where}: {describe(error)}"
         _log.debug("%s failed at %s", request.id, line, exc_info=error)
         request.end(RequestState.FAILED, FinishReason.ERROR, Failure(boundary, line))

@@ -31,6 +31,9 @@ LARGEST = 1e15
 TAMPERING = "tampering"
 """The key of a trajectory's `extra` for what an agent left that would have decided for its grader, as `kind: path`."""
 _TAMPERING_LINES = 100  # that are kept
+METRICS = "metrics"
+"""The key of a trajectory's `extra` for an environment's own numbers (`Session.metrics`)."""
+_METRICS = 64  # that a rollout may have
 SEATS = "seats"
 """The key under which an environment's rewards hold those of seats (`X-Agentrl-Role`), a number each."""
 
@@ -151,6 +154,8 @@ async def calc_rewards(request: AsyncRolloutRequest, timer: DeadlineTimer, secon
             if declared is not None and part not in declared:
                 raise PluginError(f"the reward part {part!r:.60} is none of its `reward_parts`: {', '.join(declared)}")
             rewards[part] = rewards.get(part, 0.0) + finite(number, part)
+        if created.session.metrics and created.plugin is request.created[0].plugin:
+            request.extra[METRICS] = _metrics(created.session.metrics)
         if created.session.tampering:
             request.extra[TAMPERING] = [str(line) for line in created.session.tampering[:_TAMPERING_LINES]]
     if step := request.step_reward:
@@ -164,6 +169,15 @@ def _seats(given: Mapping[Any, object]) -> dict[str, float]:
         if not isinstance(name, str) or not name:
             raise PluginError(f"the name of a seat is {name!r:.40}, not text")
     return {str(name): finite(value, f"of seat {name}") for name, value in given.items()}
+
+
+def _metrics(given: object) -> dict[str, float]:
+    """An environment's own numbers by name. Raises PluginError."""
+    if not isinstance(given, Mapping):
+        raise PluginError(f"`session.metrics` is {type(given).__name__}, not numbers by name")
+    if len(given) > _METRICS:
+        raise PluginError(f"`session.metrics` has {len(given)} names; at most {_METRICS}")
+    return {str(name)[:80]: finite(value, f"metric {name}") for name, value in given.items()}
 
 
 def finite(value: object, what: str) -> float:

@@ -26,7 +26,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     `/ignored`, `/dropped_thinking`; of valid ones, by seat, sums `seat/<seat>/calls` and `/tokens`, and the mean
     `/reward_mean` of those that have one. Where conversations are compacted, `rollout/compactions` and
     `rollout/compactions_failed`: summaries, and those from which it could not be gone on. `workspace/tampering/<kind>`
-    counts samples that left something to decide for their grader.
+    counts samples that left something to decide for their grader. `metric/<name>` are an environment's own numbers,
+    means over the valid trajectories that have them.
     """
     valid = [t for g in groups for t in g.trajectories]
     failed = [t for g in groups for t in g.failed]
@@ -47,6 +48,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_seats(valid),
         **_compactions([*valid, *failed]),
         **_tampering(valid),
+        **_own(valid),
     }
 
 
@@ -124,6 +126,15 @@ def _tampering(valid: Sequence[Trajectory]) -> dict[str, float]:
     """Samples by the kinds of what they left to decide for their graders; nothing where none did."""
     kinds = Counter(k for t in valid for k in {line.partition(":")[0] for line in t.extra.get("tampering", ())})
     return {f"workspace/tampering/{kind.replace(' ', '_')}": count for kind, count in sorted(kinds.items())}
+
+
+def _own(valid: Sequence[Trajectory]) -> dict[str, float]:
+    """What environments count themselves (`Session.metrics`)."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in valid:
+        for name, value in trajectory.extra.get("metrics", {}).items():
+            values[name].append(value)
+    return {f"metric/{name}": _mean(numbers) for name, numbers in sorted(values.items())}
 
 
 def _groups(groups: Sequence[Group]) -> dict[str, float]:

@@ -3,13 +3,17 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
+from agentrl.gateway.server import Gateway
 from agentrl.images import stored
+from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Task
+from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.env import EnvSection
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.recipe.sections.workspace import WorkspaceSection
@@ -25,7 +29,7 @@ from agentrl.testing.hooks import (
     run_checks,
     session,
 )
-from agentrl.testing.play import Agent, Stage
+from agentrl.testing.play import Agent, Holder, Stage
 from agentrl.trajectory import FinishReason, Trajectory
 
 LOOK = 64
@@ -36,7 +40,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 def check_environment(
     env: Environment | type[Environment] | str,
-    gold: Agent,
+    gold: Agent | None,
     wrong: Agent,
     *,
     tools: Sequence[Tool | str] = (),
@@ -45,14 +49,16 @@ def check_environment(
     limits: Mapping[str, Json] | None = None,
     sessions: int = 16,
     workspace: str | None = None,
+    agent: AgentSection | None = None,
 ) -> None:
     """Raise AssertionError, one line, for the first promise that an environment does not keep.
 
     env: an object, a class that needs no argument, or an installed name. gold, wrong: how to play a task well and
     badly: a function from the task to the turns (texts; `call(...)` makes a tool call), or from the task and the
-    messages so far to the next turn. tools: what a recipe would list besides the environment's own. tasks: how many of
-    each split are played. workspace: the provider of workspaces, such as `bwrap`. disjoint: held-out tasks must not
-    stand in `train`. limits: keys of a recipe's `rollout`.
+    messages so far to the next turn. gold: None where nobody knows how to play well, and nothing is compared. tools:
+    what a recipe would list besides the environment's own. tasks: how many of each split are played. workspace: the
+    provider of workspaces, such as `bwrap`. disjoint: held-out tasks must not stand in `train`. limits: keys of a
+    recipe's `rollout`. agent: who holds the conversations, as a recipe says it.
 
     Checked: async hooks; tasks with unique ids, data that JSON can hold, the same at a second look and from a second
     object, held-out ones apart from `train`; openings that a chat can render, equal for the samples of a task; gold is
@@ -61,12 +67,12 @@ def check_environment(
     many requests run at once; `release` after a failed and a cancelled request; nothing is kept of those released.
     """
     __tracebackhide__ = True
-    run_checks(lambda: _check(env, gold, wrong, tools, tasks, disjoint, dict(limits or {}), sessions, workspace))
+    run_checks(lambda: _check(env, gold, wrong, tools, tasks, disjoint, dict(limits or {}), sessions, workspace, agent))
 
 
 async def _check(
     env: Environment | type[Environment] | str,
-    gold: Agent,
+    gold: Agent | None,
     wrong: Agent,
     tools: Sequence[Tool | str],
     tasks: int,
@@ -74,29 +80,37 @@ async def _check(
     limits: dict[str, Json],
     sessions: int,
     workspace: str | None,
+    agent: AgentSection | None,
 ) -> None:
     made, second = made_environment(env), None if isinstance(env, Environment) else made_environment(env)
     own = [made_tool(one) for one in tools]
-    workspaces = None
-    try:
+    async with AsyncExitStack() as stack:
+        for one in (second, made):
+            if one is not None:
+                stack.push_async_callback(one.close)
+        for tool in own:
+            stack.push_async_callback(tool.close)
         section = WorkspaceSection(provider=workspace) if workspace is not None else None
-        workspaces = await workspaces_of(section, made, own)
-        stage = Stage(made, own, RolloutSection(**limits), workspaces=workspaces)
+        if (workspaces := await workspaces_of(section, made, own)) is not None:
+            stack.push_async_callback(workspaces.close)
+        holder = None if agent is None else await _holder(agent, stack)
+        stage = Stage(made, own, RolloutSection(**limits), holder=holder, workspaces=workspaces)
         contract = _Contract(made, stage, own, tasks)
         require_hooks(made, contract.what)
         contract.check_tasks(second)
         contract.check_tools()
         await contract.check_openings(disjoint)
         await contract.check_plays(gold, wrong, sessions)
-        await contract.check_failures(gold)
-    finally:
-        if workspaces is not None:
-            await workspaces.close()
-        for tool in own:
-            await tool.close()
-        for one in (made, second):
-            if one is not None:
-                await one.close()
+        await contract.check_failures()
+
+
+async def _holder(section: AgentSection, stack: AsyncExitStack) -> Holder:
+    """A recipe's agent at a gateway of its own, until the stack closes."""
+    agent, gateway = make_agent(section), Gateway()
+    stack.push_async_callback(agent.close)
+    await gateway.start()
+    stack.push_async_callback(gateway.close)
+    return Holder(agent, section, gateway)
 
 
 def made_environment(env: Environment | type[Environment] | str) -> Environment:
@@ -196,9 +210,12 @@ class _Contract:
         )
         return json.dumps([[m["role"], m["content"]] for m in map(stored, messages)], default=str)
 
-    async def check_plays(self, gold: Agent, wrong: Agent, sessions: int) -> None:
-        best = [await self.play(task, gold, "gold") for task in self.played]
+    async def check_plays(self, gold: Agent | None, wrong: Agent, sessions: int) -> None:
         worst = [await self.play(task, wrong, "wrong") for task in self.played]
+        if gold is None:
+            await self.check_together(wrong, wrong, worst, worst, sessions)
+            return
+        best = [await self.play(task, gold, "gold") for task in self.played]
         for good, bad in zip(best, worst, strict=True):
             task, how = good.task, f"its rewards were {dict(good.rewards)}"
             require(self.env.solved(good.rewards, task), f"{self.what}: task {task.id}: gold is not `solved`; {how}")
@@ -246,7 +263,7 @@ class _Contract:
             number(value, f"{self.what}: task {task.id}: the reward {part!r}")
         return played
 
-    async def check_failures(self, gold: Agent) -> None:
+    async def check_failures(self) -> None:
         """Check that requests that fail or are cancelled in their first turn are released all the same."""
         task = self.played[0]
 

@@ -16,6 +16,7 @@ def introduction(recipe: Recipe, checked: Checked, player: Player, stored: int =
         f"steps: {_steps(recipe, stored)}",
         *([] if stored else [f"sampled: {_sampling(recipe)}"]),
         f"tools: {player.offers()}",
+        *(f"not carried by {checked.env.name}: {what}: {why}" for what, why in checked.env.cannot.items()),
     ]
 
 

@@ -18,8 +18,9 @@ from agentrl.eval.held_out import HeldOut
 from agentrl.eval.result import Accuracy, SplitResult, failures
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE
+from agentrl.learner.history import UNKNOWN_NAMES
 from agentrl.learner.learner import Learner
-from agentrl.learner.monitors import UNKNOWN_NAMES, Finding, Health
+from agentrl.learner.monitors import Finding, Health
 from agentrl.learner.roles import RoleHost
 from agentrl.plugins.mixture import environment_of
 from agentrl.plugins.types import Json
@@ -318,6 +319,8 @@ def _held_out(result: SplitResult, groups: Sequence[Group]) -> dict[str, float]:
         "accuracy_low": result.low,
         "accuracy_high": result.high,
         **reward_metrics([t for group in groups for t in group.trajectories]),
+        "reward_low": result.reward_low,
+        "reward_high": result.reward_high,
         **{f"pass_at_{k}": value for k, value in result.pass_at.items() if k > 1},
         "turns": result.turns,
         "response_tokens": result.tokens,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from agentrl.chat.base import Seeing
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
+from agentrl.checkpoint.code import record_code
 from agentrl.checkpoint.mirror import Mirror
 from agentrl.checkpoint.run_folder import RECIPE, FolderLock, RunFolder
 from agentrl.data.prompts import PromptLengths
@@ -186,6 +187,8 @@ def assemble(
     start.interrupts.check()
     folder = start.open_folder()
     folder.write_recipe(dump_recipe(written), start.saved.step if start.saved else 0)
+    with suppress(OSError):  # nothing of the run needs it
+        record_code(folder.path)
     STORE.keep_in(folder.path / IMAGES)
     player.engine.keep_logs(folder.path)
     trackers = Trackers(start.display.note)

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.checkpoint.run_folder import CHECKPOINTS, LOCK, METRICS, RECIPE, TRAJECTORIES
+from agentrl.checkpoint.run_folder import CHECKPOINTS, LOCK, METRICS, RECIPE, TRAJECTORIES, scan_path
 from agentrl.errors import UserError
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import shown
@@ -96,7 +96,7 @@ class RunStore:
             stored.append(Stored(TRAIN, -1, False, folder / IN_FLIGHT))
         found = []
         for one in stored:
-            if version := _version(one.path):
+            if version := _file_version(one.path):
                 facts = {"name": one.path.name, "split": one.split, "step": one.step, "evaluation": one.evaluation}
                 found.append({**facts, "version": version})
         return found
@@ -227,7 +227,7 @@ class RunStore:
 
     def _cached(self, cache: dict[str, tuple[str, Json]], name: str, read: Callable[[Path], Json]) -> Json:
         path = self.folder / TRAJECTORIES / name
-        version = _version(path)
+        version = _file_version(path)
         known = cache.get(name)
         if known is not None and known[0] == version:
             return known[1]
@@ -285,6 +285,12 @@ def _version(path: Path) -> str:
     except OSError:
         return ""
     return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
+
+
+def _file_version(path: Path) -> str:
+    """What changes when a file of trajectories does, or what scanners found in it."""
+    version = _version(path)
+    return f"{version} {_version(scan_path(path))}".strip() if version else ""
 
 
 def _is_training(folder: Path) -> bool:
@@ -346,8 +352,14 @@ def _rows(data: bytes) -> tuple[list[Json], int]:
 
 
 def _index(path: Path) -> Json:
+    from agentrl.eval.scan import read_findings
+
     columns = _index_of_table(path) if path.suffix == ".parquet" else _index_of_records(path)
     rows = len(columns["task"])
+    found = read_findings(path)
+    columns["scan"] = [
+        " ".join(name for name, notes in found.items() if notes[row] is not None) or None for row in range(rows)
+    ]
     return {"rows": rows, **{name: _packed(values) for name, values in columns.items()}}
 
 
@@ -464,21 +476,28 @@ def _mapping(value: object) -> dict[str, Json]:
 
 
 def _accuracy(facts: Json) -> Json | None:
-    """Tasks, samples, accuracy and its interval of an evaluation; None where nobody said what is solved."""
-    from agentrl.eval.statistics import accuracy_interval
+    """Tasks, samples, accuracy and mean reward of an evaluation with their intervals; None where nobody said what is
+    solved."""
+    from agentrl.eval.statistics import accuracy_interval, mean_interval
 
     tasks: dict[str, tuple[int, int]] = {}
-    for task, solved in zip(column(facts, "task"), column(facts, "solved"), strict=True):
+    rewards: dict[str, list[float]] = {}
+    columns = (column(facts, name) for name in ("task", "solved", "reward"))
+    for task, solved, reward in zip(*columns, strict=True):
         if isinstance(solved, bool):
             correct, samples = tasks.get(task, (0, 0))
             tasks[task] = correct + solved, samples + 1
+            if isinstance(reward, int | float):
+                rewards.setdefault(task, []).append(reward)
     if not tasks:
         return None
     value, low, high = accuracy_interval(*zip(*tasks.values(), strict=True))
     failed = sum(boundary is not None for boundary in column(facts, "boundary"))
     samples = sum(count for _, count in tasks.values())
     found = {"tasks": len(tasks), "samples": samples, "failed": failed}
-    return {**found, "accuracy": value, "low": low, "high": high}
+    names = ("reward", "reward_low", "reward_high")
+    mean = dict(zip(names, mean_interval(list(rewards.values())), strict=True)) if rewards else {}
+    return {**found, "accuracy": value, "low": low, "high": high, **mean}
 
 
 def _previews(path: Path) -> Json:
@@ -530,11 +549,19 @@ def _sample(path: Path, row: int) -> Json:
     from agentrl.rollout.trajectory_file import read_records, read_table, record
 
     if path.suffix == ".parquet":
-        return _told(path, record(read_table(path, row=row).to_pylist()[0]))
+        return _told(path, record(read_table(path, row=row).to_pylist()[0])) | _scanned(path, row)
     records = read_records(path)
     if row >= len(records):
         raise UserError(f"{path}: has no such row")
-    return _told(path, records[row])
+    return _told(path, records[row]) | _scanned(path, row)
+
+
+def _scanned(path: Path, row: int) -> dict[str, Json]:
+    """What scanners found in a sample, by name."""
+    from agentrl.eval.scan import read_findings
+
+    found = {name: notes[row] for name, notes in read_findings(path).items() if notes[row] is not None}
+    return {"scan": found} if found else {}
 
 
 def _samples(path: Path, rows: Sequence[int]) -> list[Json | None]:

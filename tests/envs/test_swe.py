@@ -88,16 +88,16 @@ def made(bubblewrap: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    async def make() -> int:
-        provider = BwrapProvider()
-        await provider.start("swe")
-        try:
-            return await make_tasks(provider, Source(folder / "project"), folder / "set")
-        finally:
-            await provider.close()
-
-    assert asyncio.run(make()) >= 4
+    assert asyncio.run(make(BwrapProvider(), folder / "project", folder / "set")) >= 4
     return folder / "set"
+
+
+async def make(provider: WorkspaceProvider, project: Path, top: Path) -> int:
+    await provider.start("swe")
+    try:
+        return await make_tasks(provider, Source(project), top)
+    finally:
+        await provider.close()
 
 
 @pytest.fixture
@@ -113,6 +113,19 @@ async def begun(provider: WorkspaceProvider, env: Swe, task: Task) -> tuple[Sess
     await env.prepare(task, base)
     workspace = await provider.open(WorkspaceSpec(), await base.snapshot())
     return Session(task.id, task, random.Random(0), time.monotonic() + 600, workspace=workspace), workspace
+
+
+async def test_a_function_that_the_image_has_elsewhere_is_no_task(made: Path, tmp_path: Path) -> None:
+    """A package of the distribution would be the answer."""
+    (tmp_path / "image").mkdir()
+    spell = CODE[CODE.index("def spell") : CODE.index("def dice")]
+    (tmp_path / "image/numbers.py").write_text(f"import os\n\n\n{spell}")
+    provider = BwrapProvider(folders=[str(tmp_path / "image")])
+    await make(provider, made.parent / "project", tmp_path / "set")
+    with_copy = {task.data["calls"][0][1] for task in Swe(str(tmp_path / "set")).tasks("test")}
+    assert "spell" in {task.data["calls"][0][1] for task in Swe(str(made)).tasks("test")}
+    assert "spell" not in with_copy
+    assert with_copy
 
 
 async def test_each_solution_earns_1_and_nothing_earns_0(provider: WorkspaceProvider, made: Path) -> None:

@@ -3,15 +3,13 @@
 import json
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from cli_help import refused
-from learner_help import make_groups
+from evaluation_help import stored
 from train_help import small
 
 import agentrl
@@ -19,10 +17,6 @@ from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.eval import paired
 from agentrl.eval.paired import bootstrap_interval, difference, difference_shown, holm, permutation_p, tasks_needed
-from agentrl.plugins.types import Task
-from agentrl.recipe.sections.track import TrajectoriesSection
-from agentrl.rollout.journal import Journal
-from agentrl.trajectory import Boundary, Failure, FinishReason, Group
 
 
 @pytest.mark.parametrize(("up", "down"), [(0, 0), (1, 0), (6, 0), (5, 5), (12, 4), (30, 55)])
@@ -109,25 +103,6 @@ def test_as_many_tasks_as_are_said_show_the_difference(samples: int, shift: floa
 def test_the_bootstrap_covers_what_hardly_ever_happens() -> None:
     low, high = bootstrap_interval(np.array([1.0] + [0.0] * 127))
     assert low < 0 < 0.03 < high
-
-
-def stored(folder: Path, rewards: Sequence[Sequence[float]], **options: object) -> Path:
-    """A folder with an evaluation of `test`: the rewards of each task's samples; 1 is solved, None one that failed."""
-    step, ids, env = (options.get(name, value) for name, value in (("step", 0), ("ids", "t"), ("env", "e")))
-    (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-    groups = []
-    for index, group in enumerate(make_groups([[one or 0.0 for one in task] for task in rewards])):
-        task = Task(f"{ids}{index}", {"question": f"{options.get('data', 'q')}{index}"})
-        samples = [replace(t, task=task) for t in group.trajectories]
-        lost = [i for i, one in enumerate(rewards[index]) if one is None]
-        failed = [
-            replace(samples[i], failure=Failure(Boundary.ENGINE, "gone"), finish=FinishReason.ERROR, rewards={})
-            for i in lost
-        ]
-        groups.append(Group(task, tuple(t for i, t in enumerate(samples) if i not in lost), tuple(failed)))
-    journal = Journal(TrajectoriesSection(), lambda: folder / "trajectories", lambda task: str(env))
-    journal.evaluation("test", int(str(step)), groups, lambda t: t.reward == 1.0)
-    return folder
 
 
 @pytest.fixture

@@ -47,6 +47,19 @@ def test_a_longer_body_goes_on_from_the_one_before(name: str, spaced: bool) -> N
         before = call
 
 
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_system_message_that_is_sent_again_is_there_twice(name: str) -> None:
+    reminder = {"role": "system", "content": "Use the tools."}
+    history, dialect = History(), DIALECTS[name]
+    messages = [reminder, *TALK[:2]]
+    parsed(history, body(name, messages, True), dialect)
+    text = body(name, [*messages, reminder, *TALK[2:3]], True)
+    call = parsed(history, text, dialect)
+    assert call.earlier is not None
+    assert [message["role"] for message in call.messages] == ["system", "user", "assistant", "system", "user"]
+    assert call.messages == dialect.parse(json.loads(text)).messages
+
+
 @pytest.mark.parametrize("change", [{"tools": [{"name": "t"}]}, {"system": "Be brief."}], ids=str)
 def test_other_tools_or_another_system_prompt_are_another_history(change: dict[str, Any]) -> None:
     history, dialect = History(), DIALECTS["anthropic"]

@@ -204,6 +204,42 @@ async def test_responses_by_the_openai_sdk(message: Message, stream: bool) -> No
     assert [m["role"] for m in kept][:3] == ["system", "user", "assistant"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tools_of_a_namespace_are_offered_by_their_names_and_called_with_it(stream: bool) -> None:
+    """As Codex offers its tools for sub-agents."""
+    endpoint = Scripted(TOOLS)
+    add: Any = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": False}
+    group: Any = {"type": "namespace", "name": "math", "description": "Sums.", "tools": [add]}
+    other: Any = {**add, "name": "other"}
+    asked: dict[str, Any] = {"model": "any", "input": "hi", "tools": [other, group]}
+    async with served(endpoint) as (url, key), AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as openai:
+        if stream:
+            events = [event async for event in await openai.responses.create(stream=True, **asked)]
+            items = [event.item for event in events if event.type == "response.output_item.done"]
+        else:
+            items = (await openai.responses.create(**asked)).output
+        history: Any = [{"role": "user", "content": "hi"}, *(item.model_dump(exclude_none=True) for item in items)]
+        result = {"type": "function_call_output", "call_id": "call_0_0", "output": "2"}
+        await openai.responses.create(model="any", tools=[other, group], input=[*history, result])
+        with pytest.raises(OpenAIBadRequest, match="'add' of a namespace is offered twice"):
+            await openai.responses.create(model="any", tools=[add, group], input="hi")
+    assert [item.to_dict()["namespace"] for item in items if item.type == "function_call"] == ["math"]
+    assert [tool["function"]["name"] for tool in endpoint.calls[0].tools] == ["other", "add"]
+    assert [message["role"] for message in endpoint.calls[1].messages] == ["user", "assistant", "tool"]
+
+
+async def test_a_system_message_between_the_others_stays_there() -> None:
+    """As Claude Code sends reminders."""
+    endpoint = Scripted(TEXT)
+    talk = [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}]
+    async with served(endpoint) as (url, key), AsyncAnthropic(base_url=url, api_key=key) as anthropic:
+        await anthropic.messages.create(messages=talk, model="any", max_tokens=5, system="Help.")  # type: ignore[arg-type]
+    assert endpoint.calls[0].messages == (
+        {"role": "system", "content": "Help."}, {"role": "user", "content": "hi"},
+        {"role": "system", "content": "Be brief."},
+    )  # fmt: skip
+
+
 def without_thoughts(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
@@ -372,7 +408,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("chat/completions", {"tools": [{"type": "function"}]}), ("chat/completions", {"top_logprobs": 3}),
     ("responses", {"input": [{"type": "computer_call"}]}), ("responses", {"previous_response_id": "resp_x"}),
     ("responses", {"text": {"format": {"type": "json_schema"}}}), ("responses", {"tools": [{"type": "web_search"}]}),
-    ("messages", {"stop_sequences": [3]}), ("messages", {"messages": [{"role": "system", "content": ""}]}),
+    ("messages", {"stop_sequences": [3]}), ("messages", {"messages": [{"role": "developer", "content": ""}]}),
     ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
     ("messages", {"tool_choice": {"type": "tool", "name": "x"}}), ("messages/count_tokens", {"messages": "x"}),
     ("chat/completions", {"stream": "false"}), ("chat/completions", {"parallel_tool_calls": 0}),

@@ -216,7 +216,6 @@ def test_every_condition_and_range_is_documented() -> None:
         ),
         ({}, {"reward/mean": 1.0}, r"too easy .*mean reward 1\b"),
         ({}, {"stop/max_turns": 5}, r"5 of 8 samples were cut off \(rollout.max_turn_tokens"),
-        ({}, {"groups/few": 2, "groups/equal": 0, "rollout/failed": 7}, r"7 samples of the step failed"),
         ({"algorithm": {"kl_coef": 0.1}}, {"train/samples": 8}, r"grpo learned nothing"),  # the KL alone was trained
         ({"algorithm": {"advantage": "reinforce_plus_plus"}}, {}, r"reinforce_plus_plus learned nothing"),
         ({"algorithm": {"advantage": "reinforce_plus_plus"}}, {"train/samples": 8}, None),
@@ -228,6 +227,14 @@ def test_steps_without_contrast_are_told_once(recipe: Changes, metrics: Changes,
     lines = [(step, one.line) for step, one in raised if one.name == "no_contrast"]
     assert [step for step, _ in lines] == ([] if words is None else [3])
     assert words is None or re.search(words, lines[0][1])
+
+
+def test_what_follows_from_failures_is_not_said_too() -> None:
+    raised = found(
+        [FLAT | {"groups/few": 2, "groups/equal": 0, "rollout/failed": 7, "step": step} for step in range(1, 9)]
+    )
+    assert [(step, one.name) for step, one in raised] == [(3, "samples_failed")]
+    assert "47% of the samples failed" in raised[0][1].line
 
 
 def test_steps_apart_are_no_row() -> None:

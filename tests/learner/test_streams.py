@@ -16,9 +16,10 @@ from agentrl.compute.batch import Batch
 from agentrl.errors import UserError
 from agentrl.learner.actor import Actor
 from agentrl.learner.columns import good, weighted, with_streams
+from agentrl.learner.history import STEPS, History
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, policy_metrics
-from agentrl.learner.monitors import STEPS, History, no_contrast
+from agentrl.learner.monitors import no_contrast
 from agentrl.learner.roles import LocalRoles
 from agentrl.learner.teacher import Guide, check_teachers, filled, opening_of
 from agentrl.models.memory import plan_memory

@@ -780,7 +780,12 @@ async def test_an_agent_is_given_the_public_url_but_in_a_sandbox(sandbox: bool, 
 async def test_a_program_that_ends_without_a_call_fails_the_rollout() -> None:
     async with program(["sh", "-c", "exit 1"]) as driver:
         found = await driver.drive(driver.request(TASK, 0))
-    assert "without a call of the model" in found.failure.message
+    assert found.failure.message == (
+        "agent sh: it ended without a call of the model, with exit code 1: does it use the gateway's base URL and key?"
+    )
+    async with program(["sh", "-c", "echo usage: my-agent >&2; exit 2"]) as driver:
+        found = await driver.drive(driver.request(TASK, 0))
+    assert found.failure.message.endswith("of the model, with exit code 2; it said 'usage: my-agent'")
 
 
 @asynccontextmanager

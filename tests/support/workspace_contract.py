@@ -3,13 +3,23 @@
 import asyncio
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from agentrl.plugins.registry import make_workspace_provider
 from agentrl.recipe.sections.workspace import WorkspaceSection
 from agentrl.workspace.provider import WorkspaceProvider, WorkspaceSpec
-from agentrl.workspace.workspace import Terminal
+from agentrl.workspace.workspace import Terminal, Workspace
+
+CALLS: dict[str, Callable[[Workspace], Awaitable[object]]] = {
+    "exec": lambda w: w.exec("echo x"), "terminal": lambda w: w.terminal(), "read": lambda w: w.read("/etc/passwd"),
+    "write": lambda w: w.write("x", b"x"), "listing": lambda w: w.listing("/"), "pack": lambda w: w.pack(["/etc"]),
+    "unpack": lambda w: w.upload(Path(__file__), "given"), "snapshot": lambda w: w.snapshot(),
+    "diff": lambda w: w.diff(), "fresh": lambda w: w.fresh(), "end_processes": lambda w: w.end_processes(),
+}  # fmt: skip
+"""Every call of a workspace, by its name."""
 
 
 @dataclass(frozen=True)

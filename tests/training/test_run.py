@@ -43,7 +43,8 @@ EVERY_STEP = {
 
 HELD_OUT = (
     "accuracy", "accuracy_low", "accuracy_high", "reward/answer", "reward/noise", "reward/mean",
-    "reward/std", "reward/min", "reward/max", "turns", "response_tokens", "tool_calls", "tool_errors", "failed",
+    "reward/std", "reward/min", "reward/max", "reward_low", "reward_high", "turns", "response_tokens",
+    "tool_calls", "tool_errors", "failed",
 )  # fmt: skip
 
 
@@ -337,7 +338,7 @@ def test_a_run_may_keep_no_trajectories_and_has_its_folder_for_itself(
     monkeypatch.setattr(Loop, "_one_step", one_step)
     result = agentrl.train(small(tmp_path / "run", train__steps=1, eval__splits=[], track__trajectories=False))
     assert {path.name for path in result.folder.iterdir()} == {
-        "recipe.yaml", "metrics.jsonl", "report.html", "checkpoints",
+        "recipe.yaml", "metrics.jsonl", "report.html", "checkpoints", "code.jsonl",
     }  # fmt: skip
     assert len(refused) == 2
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from e2b_service import Service, e2b_service
 from podman_help import IMAGE, Podman
 from workspace_contract import Offer, eventually, said
 
@@ -35,15 +36,25 @@ pytestmark = pytest.mark.slow
 
 BWRAP = "agentrl_tools.workspaces.bwrap:BwrapProvider"
 DOCKER = "agentrl_tools.workspaces.docker:DockerProvider"
+E2B = "agentrl_tools.workspaces.e2b:E2bProvider"
 
 
-@pytest.fixture(params=["bwrap", "docker"])
+@pytest.fixture(params=["bwrap", "docker", "e2b"])
 def offer(request: pytest.FixtureRequest) -> Offer:
     if request.param == "bwrap":
         request.getfixturevalue("bubblewrap")
         return Offer(BWRAP)
+    if request.param == "e2b":
+        request.getfixturevalue("e2b")
+        return Offer(E2B)
     running: Podman = request.getfixturevalue("podman")
     return Offer(DOCKER, {"address": running.address}, WorkspaceSpec(IMAGE))
+
+
+@pytest.fixture
+async def e2b(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
+    async with e2b_service(monkeypatch) as service:
+        yield service
 
 
 @pytest.fixture
@@ -548,6 +559,9 @@ async def test_what_a_killed_run_leaves_is_swept(offer: Offer, request: pytest.F
             running: Podman = request.getfixturevalue("podman")
             assert len(running.containers()) == 1
             assert [name for name in running.images() if "snapshot" in name] == []
+        if "e2b" in offer.provider:
+            service: Service = request.getfixturevalue("e2b")
+            assert (len(service.boxes), service.names) == (1, {})
         assert (await other.exec("echo lives")).stdout == b"lives\n"
     finally:
         run.kill()

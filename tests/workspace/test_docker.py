@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from agentrl_tools.workspaces import owner
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.docker import DockerProvider
 from podman_help import IMAGE, Podman
+from workspace_contract import CALLS
 
 from agentrl.errors import PathError, UserError, WorkspaceError
 from agentrl.workspace.provider import WorkspaceSpec
@@ -102,14 +103,6 @@ async def opened(**args: Any) -> AsyncIterator[tuple[DockerProvider, Container]]
         yield provider, await provider.open(SPEC)
     finally:
         await provider.close()
-
-
-CALLS: dict[str, Callable[[Workspace], Awaitable[object]]] = {
-    "exec": lambda w: w.exec("echo x"), "terminal": lambda w: w.terminal(), "read": lambda w: w.read("/etc/passwd"),
-    "write": lambda w: w.write("x", b"x"), "listing": lambda w: w.listing("/"), "pack": lambda w: w.pack(["/etc"]),
-    "unpack": lambda w: w.upload(Path(__file__), "given"), "snapshot": lambda w: w.snapshot(),
-    "diff": lambda w: w.diff(), "fresh": lambda w: w.fresh(), "end_processes": lambda w: w.end_processes(),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("faults", [["hang"], ["cut", *ANSWERS]], ids=["hangs", "answers nonsense"])

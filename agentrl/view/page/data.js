@@ -93,7 +93,7 @@ export function openSource() {
 export const COLUMNS = [
   "task", "group", "sample", "environment", "reward", "solved", "finish", "left_out", "boundary", "tokens",
   "sampled_tokens", "tool_errors", "turns", "calls", "branches", "total_s", "engine_s", "tools_s", "environment_s",
-  "hooks_s", "advantage",
+  "hooks_s", "advantage", "scan",
 ];
 
 function comparison(values, sign) {

@@ -51,6 +51,7 @@ function card(app, number_, split, rows, taught) {
   const marks = (changed ? [{ ...first, kind: "before" }, { ...last, kind: "after" }] : [{ ...last, kind: "after" }])
     .map((one) => ({ value: one.accuracy, low: one.low, high: one.high, kind: one.kind }));
   const span = (one) => (one.low === undefined ? "" : `${percent(one.low)} to ${percent(one.high)}`);
+  const reward = (one) => one.reward === undefined || Math.abs(one.reward - one.accuracy) < 1e-9 ? "" : `reward ${number(one.reward)} (${number(one.reward_low)} to ${number(one.reward_high)})`;
   const told = changed ? `${percent(first.accuracy)} before, ${percent(last.accuracy)} after` : percent(last.accuracy);
   const link = last.file && h("a", { href: app.link("samples", { run: number_, split, step: last.step, outcome: "unsolved" }) }, "unsolved samples");
   return h("div", { class: "card" },
@@ -59,7 +60,7 @@ function card(app, number_, split, rows, taught) {
     interval(marks, `${split}: ${told}`),
     taught && h("div", { class: "soft" }, `${percent(taught.accuracy)} before the start taught it${taught.low === undefined ? "" : ` (${span(taught)})`}`),
     h("table", { class: "small" }, [changed ? ["before", first] : null, [changed ? "after" : "now", last]].filter(Boolean).map(([when, one]) =>
-      h("tr", null, h("th", { scope: "row" }, when), h("td", null, `step ${one.step}`), h("td", null, span(one)), h("td", null, one.tasks && `${one.tasks} tasks`)))),
+      h("tr", null, h("th", { scope: "row" }, when), h("td", null, `step ${one.step}`), h("td", null, span(one)), h("td", null, reward(one)), h("td", null, one.tasks && `${one.tasks} tasks`)))),
     link && h("div", null, link));
 }
 

@@ -243,6 +243,7 @@ function summary(sample, i, column) {
   const found = [["reward", sample.reward === null ? "none" : number(sample.reward)]];
   if (parts.length > 1 || (parts.length === 1 && Object.values(sample.weights ?? {}).some((w) => w !== 1))) found.push(["parts", parts.join(", ")]);
   if (i !== undefined && column.advantage[i] !== null) found.push(["advantage", number(column.advantage[i])]);
+  for (const [name, note] of Object.entries(sample.scan ?? {})) found.push([`scan: ${name}`, note]);
   found.push(["finish", sample.finish], ["tokens", `${sample.tokens?.all ?? "?"}, ${sample.tokens?.sampled ?? "?"} trained`]);
   if (sample.left_out) found.push(["not trained on", sample.left_out]);
   const times = Object.entries(sample.seconds ?? {}).filter(([, v]) => v > 0).map(([name, v]) => `${name} ${seconds(v)}`);

@@ -70,6 +70,10 @@ export function chosen(samples, filter, hits) {
     tests.push((i) => column.step[i] !== null && column.step[i] >= low && column.step[i] <= high);
   }
   for (const [name, sign, value] of parsed(filter.q ?? "", samples).conditions) {
+    if (name === "scan") { // names of scanners that found something
+      tests.push((i) => (column.scan[i] ?? "").split(" ").includes(value));
+      continue;
+    }
     const test = TESTS[sign];
     const values = column[name];
     tests.push(values ? (i) => test(values[i], value) : (i) => test(samples.data(i)[name], value));
@@ -173,6 +177,15 @@ export function samplesView(app, params) {
     found.push(choice("finish", options("finish"), filter.finish, set("finish")));
     found.push(choice("tool errors", [["", "all"], ["yes", "some"], ["no", "none"]], filter.errors, set("errors")));
     if (distinct("environment").length > 1) found.push(choice("environment", options("environment"), filter.environment, set("environment")));
+    const scans = [...new Set(samples.column.scan.flatMap((one) => (one ? one.split(" ") : [])))].sort();
+    if (scans.length) {
+      const now = scans.find((name) => ` ${filter.q ?? ""} `.includes(` scan:${name} `)) ?? "";
+      found.push(choice("scanner", [["", "all"], ...scans.map((name) => [name, name])], now, (value) => {
+        const kept = ` ${filter.q ?? ""} `.replace(` scan:${now} `, " ").trim();
+        box.value = [kept, value && `scan:${value}`].filter(Boolean).join(" ");
+        change({ q: box.value });
+      }));
+    }
     const fields = [...samples.fields].filter(([, values]) => values.size > 1 && values.size <= 40);
     if (fields.length) {
       const choices = fields.flatMap(([name, values]) => [...values].map(String).sort().map((v) => [`${name}:${/\s/.test(v) ? `"${v}"` : v}`, `${name}: ${v}`]));

@@ -43,6 +43,7 @@ _CALLS, _LEAST = 24, 4
 _OTHER = {"tests", "test", "testing", "docs", "doc", "examples", "example", "benchmarks", "tools", "scripts", "bench"}
 _ALONE = {"setup", "conftest", "noxfile", "tasks", "fabfile", "conf"}
 _OUTPUT = 256 << 20
+_COPIES = (Path(__file__).parent / "inside/copies.py").read_text(encoding="utf-8")
 
 
 class Source:
@@ -112,6 +113,8 @@ async def make_tasks(provider: WorkspaceProvider, source: Source, top: Path) -> 
     workspace = await provider.open(WorkspaceSpec(limits=_LIMITS))
     try:
         await workspace.unpack(_tar(files))
+        for where in await _copied(workspace, files, calls):
+            del calls[where]
         expected = await _expected(workspace, calls, rng)
         rows = await _noticed(workspace, files, expected, rng)
     finally:
@@ -175,6 +178,22 @@ def _functions(source: bytes) -> dict[str, Json]:
         return functions(source.decode())
     except (SyntaxError, ValueError):
         return {}
+
+
+async def _copied(workspace: Workspace, files: dict[str, bytes], calls: dict[Where, list[Call]]) -> set[Where]:
+    """Functions that the image has in another place, as a package of the distribution or of pip's own: an answer."""
+    texts: dict[Where, str] = {}
+    names: dict[str, list[str]] = {}
+    for where in calls:
+        source = files[where[0]].decode()
+        texts[where] = ast.get_source_segment(source, functions(source)[where[2]]) or ""
+        names.setdefault(Path(where[0]).name, []).append(texts[where])
+    asked = json.dumps({"names": names, "without": [WORK, *filter(None, [_libraries()])]}).encode()
+    result = await workspace.exec(["python3", "-I", "-c", _COPIES], stdin=asked, seconds=300, output=_OUTPUT)
+    if not result.ok:
+        raise UserError(f"the workspace's image cannot be searched for copies: {result.text().strip()[-200:]}")
+    found = {json.loads(line) for line in result.stdout.splitlines()}
+    return {where for where, text in texts.items() if text in found}
 
 
 async def _expected(

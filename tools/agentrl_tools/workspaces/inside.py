@@ -41,9 +41,9 @@ INTERRUPT = r"""
 tries=0; while [ $tries -lt 15 ]; do group= own=
 for file in $(grep -ls "$1" /proc/[0-9]*/environ 2>/dev/null); do
 IFS= read -r line 2>/dev/null <"${file%environ}stat" || continue; set -- "$1" ${line##*) }
-[ "$3" = 0 ] && [ "$6" != 0 ] && { own=$4; group=$7; break; }; done
+[ "$6" = 0 ] || grep -qs "$1" "/proc/$3/environ" || { own=$4; group=$7; break; }; done
 [ -z "$group" ] && exit 1; [ "$group" = "$own" ] && exit 0
-sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done; kill -9 -- "-$group"
+sleep 0.1 2>/dev/null || sleep 1; tries=$((tries + 1)); done; kill -9 "-$group"
 """
 """Kills what stays in the foreground of the terminal whose shell carries a mark."""
 

@@ -115,6 +115,12 @@ def cleaned(tar: bytes, owner: tuple[int, int]) -> bytes:
     return buffer.getvalue()
 
 
+def others_than_folders(tar: bytes) -> list[str]:
+    """The names of what is no folder in a tar that was cleaned."""
+    with tarfile.open(fileobj=io.BytesIO(tar)) as source:
+        return [member.name for member in source if not member.isdir()]
+
+
 def of_file(top: str, path: str, data: bytes, mode: int, owner: tuple[int, int]) -> bytes:
     """A tar, to be unpacked in `top`, of a file at `path` and the folders between them."""
     buffer = io.BytesIO()

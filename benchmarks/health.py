@@ -1,0 +1,282 @@
+"""Whether the conditions of health say what is wrong with a run, and nothing of a run that is well.
+
+    python benchmarks/health.py
+    python benchmarks/health.py --add RUN well:NAME      # keep the rows of a run, as data of this benchmark
+
+First table: pathologies that were planted, what was said first, and whether it is right by name and by cause. They are
+short real runs, or rows of healthy runs that were altered from one step on as the pathology alters them. Those marked
+"after" were made once the conditions were frozen. Second table: healthy runs of shipped recipes, smaller steps than the
+recipes have; thresholds were set on "well", and are shown on "shown". Exits with 1 where a pathology is not named right
+in 95 % of the cases, or a healthy run raises anything.
+
+The rows (`health.jsonl.gz`) are of runs on two cores that others used too: their times are noisy.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from agentrl.learner.monitors import Finding, Health
+from agentrl.recipe.schema import Recipe
+
+DATA = Path(__file__).with_name("health.jsonl.gz")
+SECTIONS = ("rollout", "algorithm", "train", "critic", "rewards")
+LEFT_OUT = ("memory/", "eval/", "groups/pass_at", "time/sync", "seat/")
+ENDS = ("_per_s", "/mfu", "/tflops", "_std", "/parameters", "prompt_tokens_mean")
+FROM = 15
+"""The step from which on rows are altered."""
+
+Row = dict[str, Any]
+Rows = list[Row]
+Change = Callable[[Row, int, random.Random], Row]
+"""Gives what is other in a row; of the row, the number of steps since the pathology began, and random numbers."""
+
+
+class Run(NamedTuple):
+    """A run as the data holds it."""
+
+    kind: str
+    """`well`, `shown` or `sick`."""
+    name: str
+    recipe: Row
+    rows: Rows
+
+
+class Planted(NamedTuple):
+    """A pathology."""
+
+    what: str
+    """In words."""
+    run: str
+    """Name of the run that has it, or whose rows are altered."""
+    names: tuple[str, ...]
+    """The conditions that name it."""
+    causes: tuple[str, ...] = ()
+    """What may be named as the first cause; empty: that is the condition itself."""
+    change: Change | None = None
+    """How rows are altered from FROM on; None: the run has it itself."""
+    recipe: Mapping[str, Any] = MappingProxyType({})
+    """Keys of the recipe that are other."""
+    late: bool = False
+    """Whether it was made after the conditions were frozen."""
+    resumed: bool = False
+    """Whether the run was resumed at FROM."""
+
+
+def noisy(value: float, rng: random.Random, by: float = 0.05) -> float:
+    return value * (1 + rng.uniform(-by, by))
+
+
+def scaled(times: float, *keys: str, steps: int = 1) -> Change:
+    """Multiply metrics: by `times` in the end, in equal ratios over `steps`."""
+
+    def change(row: Row, at: int, rng: random.Random) -> Row:
+        ratio = times ** min(1.0, (at + 1) / steps)
+        return {key: noisy(row[key] * ratio, rng) for key in keys if key in row}
+
+    return change
+
+
+def fixed(**given: float) -> Change:
+    """Set metrics, `__` for the slash."""
+    return lambda row, at, rng: {key.replace("__", "/"): value for key, value in given.items()}
+
+
+def both(*changes: Change) -> Change:
+    return lambda row, at, rng: {key: value for change in changes for key, value in change(row, at, rng).items()}
+
+
+def share(key: str, part: float) -> Change:
+    """Make a count of samples this share of the step's."""
+    return lambda row, at, rng: {key: round(row["rollout/trajectories"] * min(1.0, noisy(part, rng)))}
+
+
+def tool_down(name: str) -> Change:
+    def change(row: Row, at: int, rng: random.Random) -> Row:
+        calls = row.get(f"tool/{name}/calls", 0)
+        return {f"tool/{name}/errors": calls, "reward/mean": row["reward/mean"] * 0.1}
+
+    return change
+
+
+def one_group(row: Row, at: int, rng: random.Random) -> Row:
+    """One group in sixteen that teaches."""
+    count = row["groups/varied"] + row["groups/equal"]
+    varied = int(at % max(1, 16 // count) == 0)
+    return {"groups/varied": varied, "groups/equal": count - varied, "reward/mean": noisy(0.04, rng)}
+
+
+def some_fail(row: Row, at: int, rng: random.Random) -> Row:
+    """One sample fails in two of three steps."""
+    if at % 3 == 0:
+        return {}
+    return {"rollout/failed": 1, "rollout/trajectories": row["rollout/trajectories"] - 1, "rollout/failed/tool": 1}
+
+
+def dead(row: Row, at: int, rng: random.Random) -> Row:
+    """What a destroyed policy samples."""
+    samples = row["rollout/trajectories"]
+    return {
+        "reward/mean": 0.0, "stop/length": samples, "stop/stop": 0, "groups/varied": 0, "train/samples": 0,
+        "groups/equal": row["groups/varied"] + row["groups/equal"], "train/updates": 0, "train/grad_norm": 0.0,
+        "rollout/response_tokens_mean": 6 * row["rollout/response_tokens_mean"],
+    }  # fmt: skip
+
+
+PLANTED = (
+    Planted("learning rate 0.05", "lr_0.05", ("policy_broken",), ("train.lr",)),
+    Planted("learning rate 0.005", "lr_5e-3", ("policy_broken",), ("train.lr",)),
+    Planted("entropy bonus of 1", "entropy_coef", ("policy_broken", "entropy_grows"), ("algorithm.entropy_coef",)),
+    Planted("one turn for tasks of three", "max_turns", ("turns_used_up",), ("limits",)),
+    Planted("a reward that pays for length", "longer", ("cut_by_length", "part_gamed", "length_grows"), ("reward",)),
+    Planted("24 updates a step", "clip", ("updates_too_large",), ("train.lr",)),
+    Planted("a judge that is away for a fifth", "judge", ("samples_failed",), ("reward fails",)),
+    Planted("critic.lr 0.3", "critic", ("critic_poor",), ("critic.lr",)),
+    Planted("one task in sixteen can be earned", "rare", ("few_teach",), ("tasks",)),
+    Planted("a reward that is the same for all", "flat", ("no_contrast",), ("reward",)),
+    Planted("tools that the model never saw", "unknown", ("tools_unknown",)),
+    Planted("turns of 8 tokens", "cut", ("calls_cut",)),
+    Planted("temperature 0", "greedy", ("no_contrast",), ("sampling",)),
+    Planted("the reward falls by a tenth a step", "gsm8k_tool_0", ("reward_falls",), ("train.lr",),
+            scaled(0.3, "reward/mean", steps=12)),
+    Planted("entropy falls to a fiftieth, reward as at first", "gsm8k_tool_1", ("entropy_collapse", "reward_falls"),
+            ("train.lr",), both(scaled(0.02, "train/entropy", steps=3), scaled(0.4, "reward/mean"))),
+    Planted("samples grow fourfold", "gsm8k_tool_0", ("length_grows", "reward_falls"), ("length",),
+            both(scaled(4, "rollout/response_tokens_mean", "rollout/tokens", steps=6), scaled(0.6, "reward/mean"))),
+    Planted("mismatch/kl 0.05", "gsm8k_tool_1", ("mismatch",), (), fixed(mismatch__kl=0.05)),
+    Planted("the critic is worse than the mean", "gsm8k_ppo_0", ("critic_poor",), ("critic.lr",),
+            fixed(critic__explained_variance=-0.3)),
+    Planted("gradient 0", "gsm8k_tool_0", ("gradient_zero",), ("gradient",), fixed(train__grad_norm=0.0)),
+    Planted("gradient 200 times larger", "gsm8k_tool_1", ("gradient_large", "gradient_spike"), ("gradient",),
+            scaled(200, "train/grad_norm")),
+    Planted("steps take six times as long", "gsm8k_tool_0", ("steps_slow",), ("time",),
+            scaled(6, "time/step_s", "time/rollout_s", "time/sample_engine_s")),
+    Planted("a sample fails in two of three steps", "gsm8k_tool_1", ("samples_failed",), ("tool fails",), some_fail),
+    Planted("a tool goes down", "gsm8k_tool_0", ("tool_fails",), ("tool/calculator",), tool_down("calculator")),
+    Planted("weights do not reach the server", "gsm8k_tool_1", ("policy_broken", "mismatch"), ("sync", "mismatch"),
+            both(scaled(0.05, "reward/mean"), scaled(4, "train/entropy"),
+                 fixed(mismatch__logprob_mean=0.6, mismatch__kl=0.4, mismatch__ess=0.3)),
+            {"engine": {"name": "sglang"}}),
+    Planted("resumed with another recipe", "gsm8k_tool_0", ("policy_broken",), ("resume",), dead, resumed=True),
+    Planted("samples four updates old", "gsm8k_tool_1", ("stale",), ("rollout.max_staleness",),
+            fixed(rollout__staleness_mean=4.0)),
+    Planted("a gradient that is not finite", "gsm8k_tool_0", ("update_discarded",), ("train.lr",),
+            fixed(train__updates_not_finite=1, train__updates=0)),
+    Planted("a tool that takes 4 of 5 seconds", "gsm8k_tool_1", ("tool_slow",), ("tool/calculator/seconds",),
+            fixed(tool__calculator__seconds=4.0)),
+    Planted("one update destroys it in mid-run", "gsm8k_tool_mini", ("policy_broken",), ("train.lr",), dead),
+)  # fmt: skip
+
+
+def read() -> dict[str, Run]:
+    """The runs of the data, by name."""
+    with gzip.open(DATA, "rt") as lines:
+        return {run.name: run for run in (Run(**json.loads(line)) for line in lines)}
+
+
+def said(run: Run, planted: Planted | None = None) -> Iterator[tuple[int, Finding]]:
+    """Yield what health says of a run, with the step; of an altered one from FROM on."""
+    changed = dict(planted.recipe) if planted else {}
+    recipe = Recipe.model_validate(run.recipe | changed)
+    health, rng = Health(recipe), random.Random(planted.what if planted else "")
+    yield from ((0, finding) for finding in health.before_start())
+    rows = []
+    for row in run.rows:
+        if planted is not None and planted.change is not None and row["step"] >= FROM:
+            row = row | planted.change(row, row["step"] - FROM, rng)
+        if planted is not None and planted.resumed and row["step"] == FROM:
+            health = Health(recipe, rows)
+        found = health.step(row)
+        rows.append(row | ({"health": [one._asdict() for one in found]} if found else {}))
+        yield from ((row["step"], finding) for finding in found)
+
+
+def right(planted: Planted, found: list[tuple[int, Finding]]) -> bool:
+    """Whether the first thing that was said names the pathology and its cause, and not before it was there."""
+    if not found or (planted.change is not None and found[0][0] < FROM):
+        return False
+    return found[0][1].name in planted.names and found[0][1].cause in (planted.causes or planted.names)
+
+
+def pathologies(runs: dict[str, Run]) -> tuple[Table, list[bool]]:
+    """The first table, and whether each was named right."""
+    table = Table("planted", "in", "said first", "cause", "step", "right", "also said", title="pathologies")
+    results = []
+    for planted in PLANTED:
+        found = [*said(runs[planted.run], planted)]
+        results.append(right(planted, found))
+        step, first = found[0] if found else ("", Finding("nothing", ""))
+        where = ("real run" if planted.change is None else planted.run) + (", after" if planted.late else "")
+        others = ", ".join(dict.fromkeys(one.name for _, one in found[1:] if one.name != first.name))
+        table.add_row(planted.what, where, first.name, first.cause, str(step), "yes" if results[-1] else "NO", others)
+    return table, results
+
+
+def healthy(runs: dict[str, Run]) -> tuple[Table, int]:
+    """The second table, and how many of the runs raise something."""
+    table, alarms = Table("run", "kind", "steps", "reward", "said", title="healthy runs"), 0
+    for run in runs.values():
+        if run.kind == "sick":
+            continue
+        found = [f"{finding.name} ({step})" for step, finding in said(run)]
+        alarms += bool(found)
+        rewards = [row["reward/mean"] for row in run.rows if "reward/mean" in row]
+        ends = f"{sum(rewards[:3]) / 3:.2f} -> {sum(rewards[-3:]) / 3:.2f}"
+        table.add_row(run.name, run.kind, str(run.rows[-1]["step"]), ends, ", ".join(found) or "nothing")
+    return table, alarms
+
+
+def add(folder: Path, name: str) -> None:
+    """Keep the rows of a run as data. name: kind:name."""
+    kind, _, name = name.partition(":")
+    given = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe = {key: given[key] for key in SECTIONS if given.get(key)}
+    recipe["rewards"] = {"weights": (given.get("rewards") or {}).get("weights", {})}
+    rows = [kept(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    runs = (read() if DATA.exists() else {}) | {name: Run(kind, name, recipe, rows)}
+    with gzip.GzipFile(DATA, "wb", mtime=0) as out:
+        out.write("".join(json.dumps(run._asdict()) + "\n" for run in runs.values()).encode())
+
+
+def kept(row: Row) -> Row:
+    """The metrics of a row that conditions may read, to four digits."""
+    return {
+        key: float(f"{value:.4g}") if isinstance(value, float) else value
+        for key, value in row.items()
+        if isinstance(value, int | float) and not key.startswith(LEFT_OUT) and not key.endswith(ENDS)
+    }
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--add", nargs=2, metavar=("RUN", "KIND:NAME"), help="keep the rows of a run")
+    arguments = parser.parse_args()
+    if arguments.add:
+        add(Path(arguments.add[0]), arguments.add[1])
+        return
+    runs, out = read(), Console(width=200)
+    first, results = pathologies(runs)
+    second, alarms = healthy(runs)
+    late = [ok for planted, ok in zip(PLANTED, results, strict=True) if planted.late]
+    wells = sum(run.kind != "sick" for run in runs.values())
+    out.print(first, second)
+    out.print(
+        f"named right: {sum(results)} of {len(results)}; of those made after the freeze {sum(late)} of {len(late)}"
+    )
+    out.print(f"healthy runs that raise anything: {alarms} of {wells}")
+    sys.exit(int(alarms > 0 or sum(results) < 0.95 * len(results)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Environments of others, unchanged, each in an interpreter of its own."""

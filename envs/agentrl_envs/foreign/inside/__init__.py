@@ -1,0 +1,1 @@
+"""What runs in the interpreter of the environment: the standard library alone, Python 3.10 or later."""

@@ -1,0 +1,98 @@
+"""The reviewed table of `agentrl env add`: sources of environments, and the exact packages of each."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentrl.errors import UserError
+from agentrl.plugins.source import Source
+from agentrl.plugins.types import Json
+
+PINS = Path(__file__).parent / "pins"
+
+
+class Verifiers(Source):
+    """Tasksets of verifiers 0.4, from a folder that the user names."""
+
+    about = "a taskset of verifiers 0.4, from its folder"
+    what = "PATH"
+    pins = PINS / "verifiers.txt"
+
+    def folder(self, what: str) -> Path | None:
+        path = _folder(what)
+        return path if (path / "pyproject.toml").is_file() else None
+
+    def sections(self, what: str, python: str) -> Mapping[str, Json]:
+        path = _folder(what)
+        packaged = (path / "pyproject.toml").is_file()
+        if not packaged and not (path / "__init__.py").is_file():
+            raise UserError(f"{what}: expected a package: a folder with a pyproject.toml, or with an __init__.py")
+        name = path.name.replace("-", "_").lower()
+        args: dict[str, Json] = {"config": {"taskset": {"id": name}}}
+        if not packaged:
+            args["path"] = str(path.parent)
+        given = {"python": python, "module": "verifiers", "args": args}
+        return {"env": {"name": "foreign", "args": given}, "agent": {"name": "foreign", "args": given}}
+
+
+def _folder(what: str) -> Path:
+    """The folder that `what` names. Raises UserError: nothing is installed by a name that somebody may have taken."""
+    path = Path(what).expanduser()
+    if not path.is_dir():
+        raise UserError(
+            f"{what} is no folder: give the path of a taskset's folder (download it first); names are not looked "
+            "up, since a package of that name may be somebody else's"
+        )
+    return path.resolve()
+
+
+class _Named(Source):
+    """A source whose adapter takes one name."""
+
+    argument: str
+    """What the adapter calls it."""
+    module: str
+    """The shipped adapter."""
+
+    def sections(self, what: str, python: str) -> Mapping[str, Json]:
+        args = {"python": python, "module": self.module, "args": {self.argument: what}}
+        return {"env": {"name": "foreign", "args": args}}
+
+
+class ReasoningGym(_Named):
+    """Sets of reasoning-gym 0.1.25."""
+
+    about = "a set of reasoning-gym 0.1.25"
+    what = "SET"
+    pins = PINS / "reasoning_gym.txt"
+    argument = "dataset"
+    module = "reasoning_gym"
+
+
+class TextArena(_Named):
+    """Games of textarena 0.7.4."""
+
+    about = "a game of textarena 0.7.4"
+    what = "GAME"
+    pins = PINS / "textarena.txt"
+    argument = "game"
+    module = "textarena"
+
+
+class MiniWob(_Named):
+    """Pages of MiniWoB++ 1.1.0, which want the system package chromium."""
+
+    about = "a page of MiniWoB++ 1.1.0 (with the system package chromium)"
+    what = "PAGE"
+    pins = PINS / "miniwob.txt"
+    argument = "task"
+    module = "miniwob"
+
+
+class Gymnasium(_Named):
+    """Environments of Gymnasium 1.4.0 that are told in words."""
+
+    about = "an environment of Gymnasium 1.4.0: an id, or file.py:Class"
+    what = "ENV"
+    pins = PINS / "gymnasium.txt"
+    argument = "env"
+    module = "gymnasium"

@@ -1,0 +1,1 @@
+"""Environments behind an OpenEnv server. The environment `openenv`."""

@@ -1,0 +1,154 @@
+"""Harbor's tasks in podman: images of their Dockerfiles, and Harbor's own program beside ours on its own template."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from agentrl_envs.harbor.environment import Harbor
+from agentrl_tools.workspaces.docker import DockerProvider
+from podman_help import Podman, podman_service, root_folder
+from python_image import python_root
+
+from agentrl.errors import UserError
+from agentrl.plugins.types import Session
+from agentrl.workspace.provider import Network, WorkspaceProvider, WorkspaceSpec
+
+pytestmark = pytest.mark.slow
+
+BASE = "docker.io/library/ubuntu:24.04"
+"""What Harbor's template is built from; here a folder of this machine has its name."""
+STORAGE = '[storage]\ndriver = "overlay"\ngraphroot = "{0}/root"\nrunroot = "{0}/run"\n'
+TEST = """#!/bin/sh
+cd /app && python3 -I /tests/test_outputs.py
+if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+PARTS = """#!/bin/sh
+lines=$(grep -c . /app/greeting.txt || true)
+echo "{\\"reward\\": 0.$lines, \\"lines\\": $lines}" > /logs/verifier/reward.json
+"""
+FILLED = {
+    "instruction.md": "Write the word hello to /app/greeting.txt.\n",
+    "solution/solve.sh": "#!/bin/sh\necho hello > /app/greeting.txt\n",
+    "tests/test_outputs.py": 'assert open("/app/greeting.txt").read() == "hello\\n"\n',
+}
+
+
+def fill(task: Path, **files: str) -> None:
+    for name, text in {**FILLED, **files}.items():
+        path = task / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+async def busybox(podman: Podman) -> AsyncIterator[DockerProvider]:
+    podman.run("import", "-", BASE, data=root_folder())
+    provider = DockerProvider(podman.address)
+    await provider.start("harbor")
+    yield provider
+    await provider.close()
+
+
+async def reward(provider: WorkspaceProvider, env: Harbor, name: str, solved: bool) -> float:
+    """Of a rollout that runs the solution that comes with a task, or nothing."""
+    task = next(task for task in env.tasks("test") if task.id == name)
+    spec = env.workspace_spec(task, WorkspaceSpec(network=Network(everything=True)))
+    workspace = await provider.open(spec)
+    await env.prepare(task, workspace)
+    session = Session("0", task, random.Random(0), time.monotonic() + 600, workspace=workspace)
+    await env.create(session)
+    if solved:
+        assert (await env.solve(task, workspace)).ok
+    found = await env.calc_reward(session)
+    await workspace.close()
+    return found["reward"]
+
+
+async def test_a_task_runs_in_the_image_of_its_dockerfile(busybox: DockerProvider, tmp_path: Path) -> None:
+    task, grades = (
+        tmp_path / "hello",
+        "#!/bin/sh\ncmp /app/greeting.txt /srv/wanted && echo 1 > /logs/verifier/reward.txt\n",
+    )
+    docker = "FROM ubuntu:24.04\nRUN mkdir -p /srv && echo hello > /srv/wanted\nWORKDIR /app\n"
+    fill(task, **{"environment/Dockerfile": docker, "tests/test.sh": grades, "task.toml": 'schema_version = "1.4"\n'})
+    env = Harbor(str(tmp_path), held_out=1.0)
+    assert await reward(busybox, env, "hello", solved=True) == 1.0
+    assert await reward(busybox, env, "hello", solved=False) == 0.0
+
+
+async def test_a_missing_base_image_is_named_in_one_line(busybox: DockerProvider, tmp_path: Path) -> None:
+    task = tmp_path / "hello"
+    docker = "FROM registry.invalid/nobody/has:1\n"
+    fill(task, **{"environment/Dockerfile": docker, "tests/test.sh": TEST, "task.toml": 'schema_version = "1.4"\n'})
+    env = Harbor(str(tmp_path), held_out=1.0)
+    with pytest.raises(UserError) as caught:
+        await reward(busybox, env, "hello", solved=True)
+    said = str(caught.value)
+    assert str(task / "environment/Dockerfile") in said
+    assert "registry.invalid/nobody/has:1" in said
+    assert "\n" not in said
+
+
+@pytest.fixture(scope="module")
+def harbor() -> Path:
+    """The virtual environment of Harbor's program."""
+    venv = Path(os.environ.get("AGENTRL_HARBOR_VENV") or Path.home() / ".cache/agentrl/harbor")
+    if not (venv / "bin/harbor").exists():
+        pytest.skip(f"needs Harbor: scripts/harbor/install {venv}")
+    return venv
+
+
+@pytest.fixture(scope="module")
+def bash_podman() -> Iterator[Podman]:
+    """A podman whose `ubuntu:24.04` has Bash and Python; programs that are started with `env` use it by themselves."""
+    bash = shutil.which("bash")
+    assert bash is not None
+    with podman_service(image=False) as running:
+        (running.folder / "storage.conf").write_text(STORAGE.format(running.folder))
+        running.run("import", "-", BASE, data=python_root(bash))
+        yield running
+
+
+def by_program(harbor: Path, podman: Podman, folder: Path, agent: str) -> dict[str, float]:
+    """The reward of each task of a folder, as `harbor run` has it."""
+    env = {
+        **podman.env,
+        "CONTAINERS_STORAGE_CONF": f"{podman.folder}/storage.conf",
+        "PATH": f"{harbor}/bin:{os.environ['PATH']}",
+    }
+    env.pop("PYTHONPATH", None)
+    words = ["harbor", "run", "--path", folder, "--agent", agent, "--env", "podman", "--n-concurrent", "2", "--yes"]
+    words += ["--jobs-dir", folder.parent / f"jobs-{agent}"]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    results = [json.loads(path.read_text()) for path in (folder.parent / f"jobs-{agent}").glob("*/*/result.json")]
+    return {
+        Path(result["config"]["task"]["path"]).name: result["verifier_result"]["rewards"]["reward"]
+        for result in results
+    }
+
+
+@pytest.mark.long
+async def test_harbors_program_and_ours_agree_on_its_own_template(
+    harbor: Path, bash_podman: Podman, tmp_path: Path
+) -> None:
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    for name, tests in {"whole": TEST, "parts": PARTS}.items():
+        made = ["task", "init", f"agentrl/{name}", "--description", name, "--tasks-dir", str(tasks)]
+        subprocess.run([harbor / "bin/harbor", *made], check=True, capture_output=True)
+        fill(tasks / name, **{"tests/test.sh": tests})
+    provider = DockerProvider(bash_podman.address)
+    await provider.start("harbor")
+    env = Harbor(str(tasks), held_out=1.0)
+    for agent, solved in (("oracle", True), ("nop", False)):
+        theirs = by_program(harbor, bash_podman, tasks, agent)
+        ours = {name: await reward(provider, env, name, solved) for name in theirs}
+        assert ours == theirs == ({"whole": 1.0, "parts": 0.1} if solved else {"whole": 0.0, "parts": 0.0})
+    await provider.close()

@@ -31,6 +31,7 @@ def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings if finding.severity is Severity.HIGH}
 
 
+@pytest.mark.slow
 def test_a_shipped_environment_has_no_finding(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file, page = tmp_path / "audit.json", tmp_path / "audit.html"
     arguments = ["audit", "gsm8k", "--tools", "calculator", "--tasks", "4", "--seconds", "30"]
@@ -53,6 +54,7 @@ def test_a_shipped_environment_has_no_finding(capsys: pytest.CaptureFixture[str]
     assert "What each policy earns" in page.read_text()
 
 
+@pytest.mark.slow
 def test_the_exit_code_says_what_was_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "audit.json"
     given = ["audit", "audited:SaysIt", "--tasks", "4", "--seconds", "30", "--fail-on", "high", "--json", str(file)]
@@ -70,10 +72,12 @@ def test_mistakes_are_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert "--json" in refused(capsys, "audit", "gsm8k", "--json", str(tmp_path / "no" / "file.json"))
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_had_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs data" in refused(capsys, "audit", "dataset", "--args", "reward=match")
 
 
+@pytest.mark.slow
 def test_an_environment_that_ends_the_process_is_a_finding() -> None:
     report = apart(Exits)
     assert "exits" in kinds(report)
@@ -82,20 +86,24 @@ def test_an_environment_that_ends_the_process_is_a_finding() -> None:
     assert broken.tasks[0].startswith("train-")
 
 
+@pytest.mark.slow
 def test_an_environment_that_hangs_is_a_finding() -> None:
     assert "hangs" in kinds(apart(Hangs, still=4.0))
 
 
+@pytest.mark.slow
 def test_an_environment_may_print_what_it_wants() -> None:
     report = apart(Prints)
     assert kinds(report) == set()
     assert [f.severity for f in report.findings if f.kind == "prints"] == [Severity.MEDIUM]
 
 
+@pytest.mark.slow
 def test_tasks_that_differ_between_processes_are_found() -> None:
     assert "unsteady_tasks" in kinds(apart(Unordered))
 
 
+@pytest.mark.slow
 def test_openings_are_measured_by_the_tokenizer_of_a_recipe() -> None:
     recipe = load_recipe("gsm8k_tool", ["rollout.max_tokens=60", "rollout.max_turn_tokens=8"])
     report = audit_apart("gsm8k_tool", recipe, tasks=2, seconds=10, measured=True)

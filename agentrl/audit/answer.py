@@ -1,5 +1,6 @@
 """What the tasks of an environment store as right, how it is said, and the oracle that says it."""
 
+import contextlib
 import json
 import re
 import time
@@ -80,6 +81,7 @@ class Oracle:
     field: str = ""
     """The path of the stored answer in a task; empty: not known."""
     environment: Environment | None = None
+    """The environment, which demonstrates or solves."""
 
     def truths(self, task: Task) -> list[str]:
         """The stored answers of a task; none where they are not known."""
@@ -201,12 +203,12 @@ async def find_oracle(subject: Subject, tasks: Sequence[Task], until: float) -> 
     env, looked = subject.env, list(tasks[:_PROBED])
     if overridden(env, "demonstrate"):
         oracle = Oracle("demonstrate", environment=env)
-        try:
-            turns = [oracle.demonstrated(task) for task in looked]
-        except UserError:
-            turns = []  # of data that is read, say
+        turns: dict[str, list[str]] = {}
+        for task in looked:
+            with contextlib.suppress(UserError):  # of data that is read, say, or of a part of a mixture
+                turns[task.id] = oracle.demonstrated(task)
         if turns:
-            return _with_form(oracle, looked, turns)
+            return _with_form(oracle, [task for task in looked if task.id in turns], list(turns.values()))
     if overridden(env, "solve") and subject.workspaces is not None:
         return Oracle("solve", environment=env)
     oracle = await _stored(subject, looked, until)

@@ -36,11 +36,17 @@ class Watched:
     """What the process has said so far."""
 
     report: Report
+    """The findings so far, and in the end all of it."""
     stage: str = "starting"
+    """What it examines now."""
     at: str = "the start"
+    """The hook or task that it was at last."""
     error: str = ""
+    """The line of a UserError; empty where there is none."""
     done: bool = False
+    """Whether it came to its end."""
     digest: dict[str, list[str]] = field(default_factory=dict)
+    """By split, a hash of each of the first tasks."""
 
     def take(self, line: Mapping[str, Any], on_stage: Callable[[str], None]) -> None:
         """Take in a line of the process."""
@@ -90,11 +96,13 @@ def audit_apart(
     model: str | None = None,
     measured: bool = False,
     on_stage: Callable[[str], None] = lambda name: None,
+    still: float = STILL,
 ) -> Report:
     """Audit what a recipe names, in processes that are ended when they hang.
 
     tasks, seconds: see `Options`. model: plays, too. measured: count openings with the recipe's tokenizer. on_stage:
-    told what is examined. Raises UserError: the environment cannot be had.
+    told what is examined. still: seconds without a word of the process after which it hangs. Raises UserError: the
+    environment cannot be had.
     """
     began = time.monotonic()
     report = Report(name)
@@ -111,7 +119,7 @@ def audit_apart(
             tree = _start(folder, "audit", out)
             try:
                 most = 2 * seconds + START + (MODEL_SECONDS if model is not None else 0.0)
-                why = _follow(folder / LINES, tree, watched, began + most, on_stage)
+                why = _follow(folder / LINES, tree, watched, (began + most, still), on_stage)
                 _wait(second, 10.0)
                 other_tasks = _digest(folder)
             finally:
@@ -120,7 +128,7 @@ def audit_apart(
     if watched.error:
         raise UserError(watched.error)
     if why:
-        report.findings.append(_broken(why, watched, output.text()))
+        report.findings.append(_broken(why, watched, output.text(), still))
     elif other_tasks is not None:
         report.findings += _compared(watched.digest, other_tasks)
     if output.count > PRINTED:
@@ -137,8 +145,16 @@ def _start(folder: Path, what: str, out: Any) -> ProcessTree:
     return ProcessTree([*CHILD, str(folder), what], out, env, grace=1.0, folder=own)
 
 
-def _follow(path: Path, tree: ProcessTree, watched: Watched, until: float, on_stage: Callable[[str], None]) -> str:
-    """Read what the process says to its end; why it did not come to one, or an empty text."""
+def _follow(
+    path: Path,
+    tree: ProcessTree,
+    watched: Watched,
+    limits: tuple[float, float],
+    on_stage: Callable[[str], None],
+) -> str:
+    """Read what the process says to its end; why it did not come to one, or an empty text. limits: when it must be
+    over, on the clock of `time.monotonic`, and the seconds for which it may be still."""
+    until, still = limits
     since, position = time.monotonic(), 0
     while True:
         running = tree.running  # before its last lines are read
@@ -152,7 +168,7 @@ def _follow(path: Path, tree: ProcessTree, watched: Watched, until: float, on_st
                 watched.take(json.loads(line), on_stage)
         if watched.done:
             return ""
-        limit = MODEL_SECONDS if watched.stage.startswith(("loading", "the model")) else STILL
+        limit = MODEL_SECONDS if watched.stage.startswith(("loading", "the model")) else still
         if watched.stage == "starting":
             limit = START
         if not running:
@@ -162,11 +178,11 @@ def _follow(path: Path, tree: ProcessTree, watched: Watched, until: float, on_st
         time.sleep(_POLL)
 
 
-def _broken(why: str, watched: Watched, output: str) -> Finding:
+def _broken(why: str, watched: Watched, output: str, still: float) -> Finding:
     if why == "exits":
         line = f"the process ended in {watched.at} ({watched.stage}); what comes after that was not examined"
     else:
-        line = f"nothing went on for {STILL:g} s in {watched.at} ({watched.stage}); what comes after was not examined"
+        line = f"nothing went on for {still:g} s in {watched.at} ({watched.stage}); what comes after was not examined"
     task = watched.at.partition("task ")[2].partition(",")[0]
     return found(why, Severity.HIGH, line, [task] if task else [], output[-500:])
 

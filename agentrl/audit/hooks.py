@@ -249,9 +249,13 @@ class Traces:
     """What a process has outside of its memory."""
 
     processes: frozenset[int]
+    """The processes that descend from it."""
     threads: frozenset[int]
+    """Idents of the threads that are not agentrl's own."""
     files: frozenset[str]
+    """Paths in the folders that are looked at."""
     descriptors: int
+    """How many files are open."""
 
     @classmethod
     def taken(cls, folders: Sequence[Path]) -> "Traces":

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from agentrl.audit.answer import Form, Oracle
@@ -96,6 +97,10 @@ def attempts(known: Knowledge, tools: Mapping[str, Tool]) -> Iterator[Attempt]:
         yield from _echo_of_results(known)
     yield from _constant(known)
     yield from _injecting(known)
+
+
+def _always(script: Script, task: Task) -> Script:
+    return script
 
 
 def _nothing(known: Knowledge) -> Iterator[Attempt]:
@@ -229,9 +234,8 @@ LOOKS: Mapping[str, Callable[[str], str]] = {
 
 def _echo_of_results(known: Knowledge) -> Iterator[Attempt]:
     for name in ("the whole", "the last number", "the last word", "the last line"):
-        yield Attempt(
-            "echo", f"{name} of the result of a random call", lambda task, name=name: _reading(known, name), ECHO
-        )
+        voice = _reading(known, name)
+        yield Attempt("echo", f"{name} of the result of a random call", partial(_always, voice), ECHO)
 
 
 def _reading(known: Knowledge, look: str) -> Voice:
@@ -261,9 +265,9 @@ def _constant(known: Knowledge) -> Iterator[Attempt]:
 
 def _injecting(known: Knowledge) -> Iterator[Attempt]:
     for name, text in STEERING.items():
-        yield Attempt("injecting", name, lambda task, text=text: [plain_text(text)], STEER)
+        yield Attempt("injecting", name, partial(_always, [plain_text(text)]), STEER)
         if known.oracle.form is not None and known.oracle.form.text != "{x}":
-            yield Attempt("injecting", f"{name}, in the form", lambda task, text=text: known.say(text), STEER)
+            yield Attempt("injecting", f"{name}, in the form", partial(_always, known.say(text)), STEER)
     if known.counts:
         yield Attempt("injecting", "many answers, the right one among them", lambda task: _many(known, task), STEER)
         yield Attempt("injecting", "many answers in one", lambda task: _many_in_one(known, task), STEER)

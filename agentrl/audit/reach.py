@@ -1,5 +1,6 @@
 """Findings about answers that are reached without the work, calls that are paid, and tools that nobody needs."""
 
+import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -38,6 +39,7 @@ async def reach_findings(subject: Subject, known: Knowledge, tasks: Sequence[Tas
     for way, severity, voice in (
         ("errors of calls that no schema takes", Severity.HIGH, _wrong_calls()),
         ("results of calls with random arguments", Severity.MEDIUM, _blind_calls()),
+        ("results of tools that no demonstration calls", Severity.HIGH, _idle_calls(known, telling)),
         ("replies to a wrong answer", Severity.HIGH, _wrong_answers(known)),
     ):
         plays = [await subject.play(task, voice, label=way) for task in telling]
@@ -95,6 +97,27 @@ def _blind_calls() -> Voice:
         if seat.number > 1 or not needing:
             return "I do not know."
         return "\n".join(random_call(needing, seat.rng, name) for name in list(needing)[:3])
+
+    return voice
+
+
+def called_in(oracle: Oracle, tasks: Sequence[Task]) -> Counter[str]:
+    """How often the demonstrations of tasks call each tool."""
+    called: Counter[str] = Counter()
+    for task in tasks:
+        with contextlib.suppress(UserError):
+            for turn in oracle.demonstrated(task):
+                called.update(found_call[1] for found_call in re.finditer(r"^/([A-Za-z_][\w.-]*)", turn, re.M))
+    return called
+
+
+def _idle_calls(known: Knowledge, tasks: Sequence[Task]) -> Voice:
+    """One call of each tool without arguments that the demonstrations do without, where they call others."""
+    called = called_in(known.oracle, tasks) if known.oracle.origin == "demonstrate" else Counter[str]()
+
+    async def voice(seat: Seat) -> str:
+        idle = [n for n, tool in seat.tools.items() if n not in called and not tool.parameters.get("required")]
+        return "\n".join(map(call, idle[:4])) if called and idle and seat.number == 0 else "I do not know."
 
     return voice
 
@@ -185,18 +208,10 @@ def unused_findings(oracle: Oracle, tasks: Sequence[Task], tools: Mapping[str, T
     """Tools that no demonstration calls, where some are called."""
     if oracle.origin != "demonstrate" or not tools:
         return []
-    called: Counter[str] = Counter()
-    step = max(1, len(tasks) // 128)
-    looked = 0
-    for index in range(0, len(tasks), step):
-        try:
-            turns = oracle.demonstrated(tasks[index])
-        except UserError:
-            continue
-        looked += 1
-        called.update(m[1] for turn in turns for m in re.finditer(r"^/([A-Za-z_][\w.-]*)", turn, re.M))
+    looked = [tasks[index] for index in range(0, len(tasks), max(1, len(tasks) // 128))]
+    called = called_in(oracle, looked)
     unused = [name for name in tools if name not in called]
     if not called or not unused:
         return []
-    line = f"no demonstration of {looked:,} tasks calls {', '.join(map(repr, unused[:5]))}"
+    line = f"no demonstration of {len(looked):,} tasks calls {', '.join(map(repr, unused[:5]))}"
     return [found("unused_tool", Severity.LOW, line)]

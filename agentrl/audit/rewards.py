@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.audit.answer import Oracle
+from agentrl.audit.answer import NAMES, Oracle, fields_of
 from agentrl.audit.finding import Finding, Report, Row, Severity, found
 from agentrl.audit.policy import PARTIAL, STEER, Attempt, Knowledge, near_misses
 from agentrl.audit.subject import Play, Script, Subject, shortened
@@ -22,8 +22,11 @@ class Ledger:
     """What all attempts earned."""
 
     subject: Subject
+    """The environment that is played."""
     oracle: Oracle
+    """How tasks are done well."""
     report: Report
+    """Where the rows go."""
     top: float = 1.0
     """Mean reward of the oracle; 1 where it is not known."""
     floor: float = 0.0
@@ -69,16 +72,18 @@ class Ledger:
         return kept
 
 
-def oracle_findings(oracle: Oracle, plays: Sequence[Play]) -> list[Finding]:
-    """Whether the oracle is paid. None played: nothing is known."""
+def oracle_findings(oracle: Oracle, plays: Sequence[Play], tasks: Sequence[Task]) -> list[Finding]:
+    """Whether the oracle is paid. None played: nothing is known, which is bad where the tasks store an answer."""
     good = [play for play in plays if play.ok]
-    if not oracle.origin or not good:
-        line = (
-            "no attempt earned anything, and no right answer is known"
-            if not oracle.origin
-            else (f"the oracle (by {oracle.origin}) came to no reward in any task")
-        )
-        return [found("no_oracle", Severity.MEDIUM, line, [play.task.id for play in plays])]
+    if not oracle.origin:
+        stored = [path for path in fields_of(tasks[:4]) if NAMES.search(path.rpartition(".")[2].lower())]
+        if stored:
+            line = f"what the tasks store as `{stored[0]}` is paid in none of the forms in which it was said"
+            return [found("no_oracle", Severity.MEDIUM, line, [task.id for task in tasks])]
+        return [found("no_oracle", Severity.INFO, "it is not known what is right: whether it is paid was not seen")]
+    if not good:
+        line = f"the oracle (by {oracle.origin}) came to no reward in any task"
+        return [found("no_oracle", Severity.MEDIUM, line, [task.id for task in tasks])]
     lost = [play for play in good if not play.solved]
     if not lost:
         return []
@@ -100,7 +105,7 @@ def judge(ledger: Ledger, attempt: Attempt, plays: Sequence[Play], row: Row) -> 
     paid = [play for play in plays if play.solved] or [play for play in plays if play.reward > ledger.floor]
     ids = [play.task.id for play in paid]
     few = row.tasks < FEWEST
-    if not row.tasks:
+    if not row.tasks or (few and attempt.policy == "echo"):
         return
     what = f"{attempt.name}: {row.solved:.0%} of {row.tasks} tasks solved, mean reward {row.reward:.2f}"
     severity: Severity | None = None
@@ -176,10 +181,10 @@ def sameness_findings(ledger: Ledger) -> list[Finding]:
     if spreads and all(spread < 1e-9 for spread in spreads.values()):
         some = next(iter(ledger.by_task.values()))
         value = next(iter(some.values()))
-        certain = bool(ledger.oracle.origin) or value > 0
+        if not ledger.oracle.origin and abs(value) < 1e-9:
+            return []  # perhaps nothing of what was said was right
         line = f"the reward is the same ({value:g} in the first task) in all {len(some)} attempts at a task"
-        severity = Severity.HIGH if certain else Severity.MEDIUM
-        findings.append(found("ignores", severity, line, list(spreads)))
+        findings.append(found("ignores", Severity.HIGH, line, list(spreads)))
     elif ledger.oracle.origin and len(ledger.parts) > 1:
         for part, values in ledger.parts.items():
             if len(values) == 1:

@@ -71,16 +71,23 @@ class Audit:
     """One audit while it runs."""
 
     subject: Subject
+    """The environment, opened."""
     options: Options
+    """How much is done."""
     told: Told
+    """Who is told."""
     report: Report
+    """What came of it so far."""
     began: float
+    """When, on the clock of `time.monotonic`."""
     measure: Measure | None = None
     """None: tokens are estimated."""
     looked: list[Task] = field(default_factory=list)
     """The tasks that are played, those of train first."""
     openings: dict[str, Sequence[Message]] = field(default_factory=dict)
+    """By task its opening messages."""
     oracle: Oracle = field(default_factory=Oracle)
+    """How the tasks are done well."""
 
     @property
     def left(self) -> float:
@@ -282,7 +289,7 @@ async def _play_oracle(run: Audit, ledger: Ledger) -> Sequence[Finding]:
     ledger.floor = sum(good) / len(good) if good else 0.0
     if any(play.solved for play in plays):
         ledger.top = row.reward
-    return oracle_findings(run.oracle, plays)
+    return oracle_findings(run.oracle, plays, run.looked)
 
 
 def _knowledge(run: Audit, train: Sequence[Task]) -> Knowledge:
@@ -320,7 +327,9 @@ async def _policies(run: Audit, ledger: Ledger, known: Knowledge, tools: Mapping
         alone = known.oracle.form is not None
 
         def near(task: Task, answer: str) -> Script:
-            return known.oracle.after_work(task, answer) or known.say(answer)
+            with contextlib.suppress(UserError):
+                return known.oracle.after_work(task, answer) or known.say(answer)
+            return known.say(answer)
 
         if alone and run.left > 1:
             await near_findings(run.subject, known, run.looked[:6], ledger, near)
@@ -331,9 +340,10 @@ async def _attempt(run: Audit, ledger: Ledger, attempt: Attempt, seconds: float)
     """Play one attempt, four tasks at a time until its time is over."""
     scripts: dict[str, Script] = {}
     for task in run.looked:
-        script = attempt.script(task)
-        if script is not None:
-            scripts[task.id] = script
+        with contextlib.suppress(UserError):  # a task that no oracle does
+            script = attempt.script(task)
+            if script is not None:
+                scripts[task.id] = script
     tasks = [task for task in run.looked if task.id in scripts]
     plays: list[Play] = []
     end = time.monotonic() + seconds

@@ -175,17 +175,25 @@ class Subject:
     """An environment, its tools, rewards and workspaces, as a recipe has them."""
 
     name: str
+    """As it was asked for."""
     recipe: Recipe
     make: Make
+    """Makes the environment anew."""
     env: Environment
+    """The environment."""
     toolbox: Toolbox
+    """The recipe's tools, opened."""
     scorer: AskingScorer
+    """The recipe's reward functions."""
     workspaces: Workspaces | None
     stage: Stage
+    """Plays with the recipe's limits."""
     closing: AsyncExitStack
+    """Closes what was opened."""
     say: Callable[[str], None]
     """Told where the audit is, before strangers' code is called."""
     clock: Clock = field(default_factory=Clock)
+    """How long hooks took."""
     failures: list[Play] = field(default_factory=list)
     """Rollouts that came to no reward."""
     tool_errors: dict[tuple[str, str], list[str]] = field(default_factory=dict)

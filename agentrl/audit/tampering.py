@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from agentrl.audit.finding import Finding, Severity, found
 from agentrl.audit.policy import Knowledge
@@ -71,7 +72,7 @@ async def tampering_findings(
         if time.monotonic() > end:
             left_out += 1
             continue
-        plays = await subject.play_all(tasks[:3], lambda task, s=script: _cheat(s), label=f"tampering: {name}")
+        plays = await subject.play_all(tasks[:3], partial(_cheat, script), label=f"tampering: {name}")
         ledger.enter("tampering", name, plays)
         paid = [play for play in plays if play.solved]
         if paid:
@@ -84,7 +85,7 @@ async def tampering_findings(
     return findings
 
 
-def _cheat(script: str) -> Voice:
+def _cheat(script: str, task: Task) -> Voice:
     async def voice(seat: Seat) -> str:
         workspace = seat.request.workspace
         if seat.number == 0 and workspace is not None:

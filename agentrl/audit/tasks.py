@@ -195,10 +195,8 @@ def _hidden(task: Task, fields: Sequence[str], oracle: Oracle) -> str | None:
 
 def hides(env: Environment, task: Task, opening: Sequence[Message]) -> bool:
     """Whether a task may have more to it than its opening says: tools of its own, replies, images."""
-    images = any(
-        isinstance(m.get("content"), list) and any(part.get("type") != "text" for part in m["content"] or [])
-        for m in opening
-    )
+    contents = [message.get("content") for message in opening]
+    images = any(isinstance(content, list) and any(p.get("type") != "text" for p in content) for content in contents)
     return images or overridden(env, "execute") or bool(env.tools_for(task)) or env.uses_workspace
 
 

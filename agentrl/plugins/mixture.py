@@ -104,6 +104,9 @@ class Mixture(Environment):
     def demonstrate(self, task: Task, rng: Random, style: str) -> Sequence[Message]:
         return self._of(task).demonstrate(task, rng, style)
 
+    async def solve(self, task: Task, workspace: Workspace, step: int = 0) -> object:
+        return await self._of(task).solve(task, workspace, step)
+
     async def close(self) -> None:
         for _, env in self._parts.values():
             await env.close()

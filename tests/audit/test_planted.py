@@ -14,14 +14,15 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
-import planted_later  # noqa: F401 - registers the later ones
 from planted import PLANTED, Planted
+from planted_later import ShowsSolution, TrustsFile, Written
 
 from agentrl import Environment
 from agentrl.audit.finding import Report, Severity
 from agentrl.audit.run import Options, audit
 from agentrl.containment.event_loop import run
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.workspace import WorkspaceSection
 
 LIMITS = {"max_tokens": 1_024, "max_turns": 16, "max_tool_calls": 64, "max_tool_calls_per_turn": 8}
 _accused: dict[type[Environment], list[str]] = {}
@@ -66,6 +67,20 @@ def test_the_defect_is_found(one: Planted) -> None:
 )
 def test_the_twin_is_not_accused(twin: type[Environment]) -> None:
     assert accused(twin) == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.parametrize(
+    ("env", "kind"),
+    [(TrustsFile, "tampering"), (ShowsSolution, "exposed"), (Written, "")],
+    ids=["trusts", "shows", "sound"],
+)
+def test_cheats_in_workspaces_are_tried(env: type[Environment], kind: str) -> None:
+    recipe = Recipe(workspace=WorkspaceSection())
+    report = run(audit(env.__name__, recipe, env, Options(tasks=2, seconds=30)))
+    assert {f.kind for f in report.findings if f.severity is Severity.HIGH} == {kind} - {""}, said(report)
+    assert next(row for row in report.rows if row.policy == "oracle").solved == 1.0
 
 
 def main() -> None:

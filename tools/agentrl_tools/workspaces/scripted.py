@@ -40,7 +40,7 @@ ROOT = "root"
 _EACH = r"""
 for file in /proc/[0-9]*/stat; do IFS= read -r line 2>/dev/null <"$file" || continue
 pid=${line%% *}; set -- ${line##*) }; [ "$1" = Z ] && continue; [ "$pid" = $$ ] && continue
-[ "$2" = "$watch" ] && continue; [ $(($7 & 2097152)) -ne 0 ] && continue
+[ "$pid" = "$PPID" ] && continue; [ "$2" = "$watch" ] && continue; [ $(($7 & 2097152)) -ne 0 ] && continue
 """
 """Begins a loop over processes that are neither zombies, the kernel's, this shell, nor the watch's."""
 
@@ -67,7 +67,7 @@ sleep 0.02; date +%s.%N
 )
 """Prepares a workspace: prints what is used, in KiB, which processes there are, and the time."""
 
-_END = (
+END = (
     r"""
 keep=$1 watch=$2 tries=0; while [ $tries -lt 100 ]; do found=
 """
@@ -203,9 +203,9 @@ class ScriptedWorkspace(Workspace):
         """Note what is used and what runs before anybody else does anything. Raises WorkspaceError."""
         code, said = await self._script(_BEGIN, SPOOL)
         fields = said.decode(errors="replace").splitlines()
-        if code or len(fields) != 4:
+        if code or len(fields) != 4 or not fields[3].replace(".", "", 1).isdigit():
             raise WorkspaceError(
-                f"workspace {self.id}: it cannot be prepared; an image needs sh, awk, df, find and tar"
+                f"workspace {self.id}: it cannot be prepared; an image needs what Debian has: GNU's date, find, tar"
             )
         self._base_memory, self._base_disk, self._begun_with, self._began = *fields[:3], float(fields[3])
 
@@ -290,7 +290,7 @@ class ScriptedWorkspace(Workspace):
         return inside.parsed_listing(said, mark)[:limit]
 
     async def end_processes(self) -> None:
-        code, _ = await self._script(_END, self._begun_with, self._watch_pid)
+        code, _ = await self._script(END, self._begun_with, self._watch_pid)
         if code:
             raise WorkspaceError(f"workspace {self.id}: its processes cannot be ended")
 

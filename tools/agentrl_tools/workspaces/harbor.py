@@ -254,7 +254,7 @@ class _RunnerProcess:
         if "error" not in said:
             return said.get("value")
         kind = _RefusedError if said.get("kind") == "refused" and call == "open" else WorkspaceError
-        raise kind(f"Harbor failed to {call}: {' '.join(str(said['error']).split())[:_LINE]}")
+        raise kind(f"Harbor failed to {call}: {' '.join(str(said['error']).split())[-_LINE:]}")
 
     async def close(self) -> None:
         """End it; it stops what it has open."""
@@ -401,7 +401,7 @@ class HarborWorkspace(ScriptedWorkspace):
         _, said = await self._ran(_SCRIPT.format(script, mark), words, user, seconds or self._deadline)
         encoded, _, code = said.partition(mark)
         if not code.isdigit():
-            raise WorkspaceError(f"workspace {self.id}: a script did not end: {' '.join(said.split())[:_LINE]}")
+            raise WorkspaceError(f"workspace {self.id}: a script did not end: {' '.join(said.split())[-_LINE:]}")
         return int(code), base64.b64decode(encoded)[:most]
 
     async def end_processes(self) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 _STOP_SECONDS = 60.0
+_LOCAL = ("docker", "podman")
+"""Types that would delete the images, too: their containers go in any case."""
 sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]  # where another `harbor` lies
 
 
@@ -92,12 +94,16 @@ class Runner:
                 await self._open[name].download_file(asked["remote"], asked["local"])
             case "stop":
                 if name in self._open:
-                    await self._open.pop(name).stop(delete=True)
+                    await self._stopped(self._open.pop(name))
         return None
+
+    async def _stopped(self, environment: Any) -> None:
+        local = str(getattr(environment.type(), "value", environment.type())) in _LOCAL
+        await environment.stop(delete=not local)
 
     async def close(self) -> None:
         """Stop all."""
-        stopping = [environment.stop(delete=True) for environment in self._open.values()]
+        stopping = [self._stopped(environment) for environment in self._open.values()]
         if stopping:
             work = [asyncio.ensure_future(one) for one in stopping]
             await asyncio.wait(work, timeout=_STOP_SECONDS)

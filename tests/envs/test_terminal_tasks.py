@@ -85,7 +85,7 @@ async def containers(podman):
 
 
 @needs_bubblewrap
-@pytest.mark.slow
+@pytest.mark.long
 async def test_rewards_in_podman_are_those_of_bubblewrap(provider, containers):
     tasks = [task for kind in [*KINDS][::2] for task in of_kind(kind, 1)]
     assert len({task.data["kind"] for task in tasks}) >= 4

@@ -65,7 +65,9 @@ async def e2b(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
 @pytest.fixture(scope="module")
 def gnu_podman() -> Iterator[Podman]:
     with podman_service(image=False) as running:
-        running.run("import", "-", GNU_IMAGE, data=gnu_root())
+        running.run(
+            "import", "--change", "USER agent", "--change", "WORKDIR /home/agent", "-", GNU_IMAGE, data=gnu_root()
+        )
         (running.folder / "none.yaml").write_text("services: {main: {network_mode: none}}\n")
         yield running
 

@@ -293,7 +293,7 @@ sh -c 'echo $$ >"$1.pid"; exec cat "$1"' sh "$dir/$out" 2>/dev/null |
 done
 ( exec 3>&2 2>/dev/null; ulimit -c 0; ulimit -n "$descriptors"; ulimit -f "$blocks"
 ulimit -u "$processes" || ulimit -p "$processes"; cd -- "$folder"; export AGENTRL_CALL="$name"
-exec 2>&3 3>&-; exec "$@" ) <"$stdin" >"$dir/o" 2>"$dir/e"
+exec 2>&3 3>&-; exec setsid "$@" ) <"$stdin" >"$dir/o" 2>"$dir/e"
 code=$? tries=0
 while [ ! -e "$dir/o.done" ] || [ ! -e "$dir/e.done" ]; do sleep 0.02; tries=$((tries + 1))
 [ $tries -eq 15 ] && kill $(cat "$dir/o.pid" "$dir/e.pid") 2>/dev/null; [ $tries -gt 200 ] && break; done

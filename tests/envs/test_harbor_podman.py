@@ -14,6 +14,7 @@ from agentrl_envs.harbor.environment import Harbor
 from agentrl_tools.workspaces.docker import DockerProvider
 from podman_help import Podman, podman_service, root_folder
 from python_image import python_root
+from venvs import harbor_venv
 
 from agentrl.errors import UserError
 from agentrl.plugins.types import Session
@@ -23,13 +24,12 @@ pytestmark = pytest.mark.slow
 
 BASE = "docker.io/library/ubuntu:24.04"
 """What Harbor's template is built from; here a folder of this machine has its name."""
-STORAGE = '[storage]\ndriver = "overlay"\ngraphroot = "{0}/root"\nrunroot = "{0}/run"\n'
 TEST = """#!/bin/sh
 cd /app && python3 -I /tests/test_outputs.py
 if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
 """
 PARTS = """#!/bin/sh
-lines=$(grep -c . /app/greeting.txt || true)
+lines=$(cat /app/greeting.txt 2>/dev/null | grep -c .)
 echo "{\\"reward\\": 0.$lines, \\"lines\\": $lines}" > /logs/verifier/reward.json
 """
 FILLED = {
@@ -96,49 +96,35 @@ async def test_a_missing_base_image_is_named_in_one_line(busybox: DockerProvider
 
 
 @pytest.fixture(scope="module")
-def harbor() -> Path:
-    """The virtual environment of Harbor's program."""
-    venv = Path(os.environ.get("AGENTRL_HARBOR_VENV") or Path.home() / ".cache/agentrl/harbor")
-    if not (venv / "bin/harbor").exists():
-        pytest.skip(f"needs Harbor: scripts/harbor/install {venv}")
-    return venv
-
-
-@pytest.fixture(scope="module")
 def bash_podman() -> Iterator[Podman]:
     """A podman whose `ubuntu:24.04` has Bash and Python; programs that are started with `env` use it by themselves."""
     bash = shutil.which("bash")
     assert bash is not None
     with podman_service(image=False) as running:
-        (running.folder / "storage.conf").write_text(STORAGE.format(running.folder))
         running.run("import", "-", BASE, data=python_root(bash))
         yield running
 
 
 def by_program(harbor: Path, podman: Podman, folder: Path, agent: str) -> dict[str, float]:
     """The reward of each task of a folder, as `harbor run` has it."""
-    env = {
-        **podman.env,
-        "CONTAINERS_STORAGE_CONF": f"{podman.folder}/storage.conf",
-        "PATH": f"{harbor}/bin:{os.environ['PATH']}",
-    }
+    env = {**os.environ, **podman.own_env, "PATH": f"{harbor}/bin:{os.environ['PATH']}"}
     env.pop("PYTHONPATH", None)
+    jobs = folder.parent / f"jobs-{agent}"
     words = ["harbor", "run", "--path", folder, "--agent", agent, "--env", "podman", "--n-concurrent", "2", "--yes"]
-    words += ["--jobs-dir", folder.parent / f"jobs-{agent}"]
+    words += ["--jobs-dir", jobs]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    results = [json.loads(path.read_text()) for path in (folder.parent / f"jobs-{agent}").glob("*/*/result.json")]
-    return {
-        Path(result["config"]["task"]["path"]).name: result["verifier_result"]["rewards"]["reward"]
-        for result in results
-    }
+    rewards = {}
+    for path in jobs.glob("*/*/result.json"):
+        result = json.loads(path.read_text())
+        assert result["verifier_result"], result["exception_info"]
+        rewards[Path(result["config"]["task"]["path"]).name] = result["verifier_result"]["rewards"]["reward"]
+    return rewards
 
 
 @pytest.mark.long
-async def test_harbors_program_and_ours_agree_on_its_own_template(
-    harbor: Path, bash_podman: Podman, tmp_path: Path
-) -> None:
-    tasks = tmp_path / "tasks"
+async def test_harbors_program_and_ours_agree_on_its_own_template(bash_podman: Podman, tmp_path: Path) -> None:
+    harbor, tasks = harbor_venv(), tmp_path / "tasks"
     tasks.mkdir()
     for name, tests in {"whole": TEST, "parts": PARTS}.items():
         made = ["task", "init", f"agentrl/{name}", "--description", name, "--tasks-dir", str(tasks)]

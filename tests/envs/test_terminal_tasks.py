@@ -10,6 +10,8 @@ from agentrl_envs.terminal_tasks.kinds import KINDS
 from agentrl_envs.terminal_tasks.unseen import GIT, UNSEEN
 from agentrl_tools.terminal import Terminal
 from agentrl_tools.workspaces.bwrap import BwrapProvider
+from agentrl_tools.workspaces.docker import DockerProvider
+from python_image import GNU_IMAGE, gnu_root
 from workspaces import session_in, used
 
 from agentrl.errors import UserError
@@ -71,6 +73,29 @@ async def test_a_demonstration_tells_what_the_shell_prints_and_is_solved(kind, p
             if kind in KINDS:  # what demonstrations of others tell is theirs
                 assert told == [step.told for step in steps], wrong
             assert rewards["passed"] == 0.0, wrong
+
+
+@pytest.fixture
+async def containers(podman):
+    podman.run("import", "-", GNU_IMAGE, data=gnu_root())
+    made = DockerProvider(podman.address, GNU_IMAGE)
+    await made.start("tasks")
+    yield made
+    await made.close()
+
+
+@needs_bubblewrap
+@pytest.mark.long
+async def test_rewards_in_podman_are_those_of_bubblewrap(provider, containers):
+    tasks = [task for kind in [*KINDS][::2] for task in of_kind(kind, 1)]
+    assert len({task.data["kind"] for task in tasks}) >= 4
+    for task in tasks:
+        job = job_of(task.data)
+        right, wrong = [step.command for step in job.steps], [step.command for step in job.steps[:-1]]
+        for commands in (right, [*wrong, job.wrong[0].command], []):
+            told, rewards = await played(provider, task, commands)
+            assert await played(containers, task, commands) == (told, rewards), (job.instruction, commands)
+        assert rewards["passed"] == 0.0
 
 
 CHEATS = {

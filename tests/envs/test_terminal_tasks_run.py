@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from cli_help import quiet
 from paths import RECIPES
-from train_help import metrics, records
+from train_help import metrics, records, steady
 
 import agentrl
 from agentrl.fine_tuning.run import sft
 from agentrl.recipe.load import load_recipe
+from agentrl.training.run import resume_run
 
 RECIPE = RECIPES / "terminal.yaml"
 SHORT = [
@@ -32,6 +33,11 @@ def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path: Path) ->
     assert len(played) == 8
     assert all(t["failure"] is None for t in played)
     assert all(t["rewards"]["passed"] <= t["rewards"]["fraction"] for t in played)
+    half = [*SHORT, f"model.path={start.folder}", f"output={tmp_path / 'half'}", "train.steps=1", "train.save_every=1"]
+    stopped = agentrl.train(load_recipe(RECIPE, half))
+    resumed = resume_run(str(stopped.folder), overrides=["train.steps=2"])
+    assert steady(metrics(resumed.folder)[-1]) == steady(metrics(result.folder)[-1])
+    assert [t["rewards"] for t in records(resumed.folder, "step_2")] == [t["rewards"] for t in played]
 
 
 def test_the_recipes_comment_gives_commands_that_it_obeys() -> None:

@@ -26,6 +26,12 @@ events_logger = "none"
 default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
 """
 PASSWD = "root:x:0:0:root:/root:/bin/sh\nagent:x:1000:1000::/home/agent:/bin/sh\n"
+STORAGE = """\
+[storage]
+driver = "overlay"
+graphroot = "{0}/root"
+runroot = "{0}/run"
+"""
 READY_SECONDS = 20.0
 
 
@@ -50,6 +56,14 @@ class Podman:
     @property
     def env(self) -> dict[str, str]:
         return {**os.environ, "CONTAINERS_CONF": f"{self.folder}/containers.conf"}
+
+    @property
+    def own_env(self) -> dict[str, str]:
+        """Variables by which any podman command uses the same images and containers."""
+        return {
+            "CONTAINERS_CONF": f"{self.folder}/containers.conf",
+            "CONTAINERS_STORAGE_CONF": f"{self.folder}/storage.conf",
+        }
 
     def containers(self) -> list[str]:
         """The ids of all containers."""
@@ -90,6 +104,7 @@ def podman_service(image: bool = True) -> Iterator[Podman]:
         pytest.skip(f"needs the system packages {', '.join(missing)}")
     folder = Path(tempfile.mkdtemp(prefix="agentrl-podman-"))
     (folder / "containers.conf").write_text(CONFIG)
+    (folder / "storage.conf").write_text(STORAGE.format(folder))
     podman = start(folder)
     try:
         if image:

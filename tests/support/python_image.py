@@ -1,7 +1,8 @@
-"""A root folder for containers, with busybox and this machine's own Python: there is no registry to take one from."""
+"""Root folders for containers, of this machine's own programs: there is no registry to take one from."""
 
 import io
 import re
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
@@ -32,4 +33,37 @@ def python_root(*programs: str) -> bytes:
         for program in programs:
             tar.add(program)
         tar.add(library, filter=lambda member: None if _LEFT_OUT.search(f"/{member.name}") else member)
+    return buffer.getvalue()
+
+
+GNU_IMAGE = "localhost/agentrl-gnu:1"
+_GNU = (
+    "bash dash awk base64 basename cat chmod chown cmp cp cut date dd df diff dirname echo env expr false find grep",
+    "gzip head id ln ls mkdir mkfifo mktemp mv nl paste printenv printf ps pwd readlink rm rmdir script sed seq setsid",
+    "sleep sort stat stty sync tac tail tar tee test touch tr true tty uniq wc xargs yes",
+)
+
+
+def gnu_root() -> bytes:
+    """A tar of one as Debian has it, without busybox. Skips where a program is missing."""
+    found = {name: shutil.which(name) for name in " ".join(_GNU).split()}
+    if missing := [name for name, place in found.items() if place is None]:
+        pytest.skip(f"needs the programs {', '.join(missing)}")
+    places = {name: Path(str(place)).resolve() for name, place in found.items()}
+    linked = subprocess.run(["ldd", *places.values()], capture_output=True, text=True, check=True).stdout
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(root_folder())) as base, tarfile.open(fileobj=buffer, mode="w") as tar:
+        tar.dereference = True
+        for member in base:
+            if not member.name.startswith("bin/"):
+                if member.name.startswith("etc"):
+                    member.uid = member.gid = 1000  # tests change it
+                tar.addfile(member, base.extractfile(member))
+        for path in sorted(set(re.findall(r"(/\S+\.so\S*) \(0x", linked))):
+            tar.add(path)
+        for name, place in places.items():
+            tar.add(place, f"bin/{name}")
+        shell = tarfile.TarInfo("bin/sh")
+        shell.type, shell.linkname = tarfile.SYMTYPE, "dash"
+        tar.addfile(shell)
     return buffer.getvalue()

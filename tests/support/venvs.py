@@ -4,6 +4,7 @@ import fcntl
 import os
 from pathlib import Path
 
+import pytest
 from processes import until
 
 INSTALLS_SECONDS = 1200.0
@@ -49,3 +50,11 @@ def _is_free(lock: Path) -> bool:
         except BlockingIOError:
             return False
     return True
+
+
+def harbor_venv() -> Path:
+    """The virtual environment of Harbor. Skips where it is not installed."""
+    venv = Path(os.environ.get("AGENTRL_HARBOR_VENV") or Path.home() / ".cache/agentrl/harbor")
+    if not (venv / "bin/harbor").exists():
+        pytest.skip(f"needs Harbor: scripts/harbor/install {venv}")
+    return venv

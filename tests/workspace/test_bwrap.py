@@ -248,9 +248,8 @@ from agentrl.workspace.provider import WorkspaceSpec
 async def main():
     provider = BwrapProvider()
     await provider.start("killed")
-    opened = [await provider.open(WorkspaceSpec()) for _ in range(20)]
-    for one in opened:
-        await one.exec("sleep 98765 & setsid sleep 98765 &")
+    opened = await asyncio.gather(*(provider.open(WorkspaceSpec()) for _ in range(100)))
+    await asyncio.gather(*(one.exec("sleep 98765 & setsid sleep 98765 &") for one in opened))
     await opened[0].snapshot()
     print(provider.state, flush=True)
     await asyncio.sleep(100)
@@ -262,6 +261,7 @@ async def test_a_killed_run_leaves_no_process_and_its_files_are_swept(tmp_path: 
     run = subprocess.Popen([sys.executable, "-c", _OPENER], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None
     state = await asyncio.to_thread(run.stdout.readline)
+    assert len(_sleepers()) == 200
     run.kill()
     run.wait()
     end = time.monotonic() + 10

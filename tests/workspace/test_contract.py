@@ -7,13 +7,15 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from e2b_service import Service, e2b_service
-from podman_help import IMAGE, Podman
+from podman_help import IMAGE, Podman, podman_service
+from python_image import GNU_IMAGE, gnu_root
+from venvs import harbor_venv
 from workspace_contract import Offer, eventually, said
 
 from agentrl.errors import UserError
@@ -37,9 +39,10 @@ pytestmark = pytest.mark.slow
 BWRAP = "agentrl_tools.workspaces.bwrap:BwrapProvider"
 DOCKER = "agentrl_tools.workspaces.docker:DockerProvider"
 E2B = "agentrl_tools.workspaces.e2b:E2bProvider"
+HARBOR = "agentrl_tools.workspaces.harbor:HarborProvider"
 
 
-@pytest.fixture(params=["bwrap", "docker", "e2b"])
+@pytest.fixture(params=["bwrap", "docker", "e2b", pytest.param("harbor", marks=pytest.mark.long)])
 def offer(request: pytest.FixtureRequest) -> Offer:
     if request.param == "bwrap":
         request.getfixturevalue("bubblewrap")
@@ -47,6 +50,8 @@ def offer(request: pytest.FixtureRequest) -> Offer:
     if request.param == "e2b":
         request.getfixturevalue("e2b")
         return Offer(E2B)
+    if request.param == "harbor":
+        return request.getfixturevalue("harbor")
     running: Podman = request.getfixturevalue("podman")
     return Offer(DOCKER, {"address": running.address}, WorkspaceSpec(IMAGE))
 
@@ -55,6 +60,27 @@ def offer(request: pytest.FixtureRequest) -> Offer:
 async def e2b(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Service]:
     async with e2b_service(monkeypatch) as service:
         yield service
+
+
+@pytest.fixture(scope="module")
+def gnu_podman() -> Iterator[Podman]:
+    with podman_service(image=False) as running:
+        running.run(
+            "import", "--change", "USER agent", "--change", "WORKDIR /home/agent", "-", GNU_IMAGE, data=gnu_root()
+        )
+        (running.folder / "none.yaml").write_text("services: {main: {network_mode: none}}\n")
+        yield running
+
+
+@pytest.fixture
+def harbor(gnu_podman: Podman, monkeypatch: pytest.MonkeyPatch) -> Offer:
+    """Harbor's environment `podman`, whose containers have no network: what takes it away comes from a registry."""
+    python = str(harbor_venv() / "bin/python")
+    for name, value in gnu_podman.own_env.items():
+        monkeypatch.setenv(name, value)
+    options = {"extra_docker_compose": [f"{gnu_podman.folder}/none.yaml"]}
+    args = {"python": python, "environment": "podman", "options": options, "offline": True}
+    return Offer(HARBOR, args, WorkspaceSpec(GNU_IMAGE))
 
 
 @pytest.fixture

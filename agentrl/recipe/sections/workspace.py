@@ -18,7 +18,8 @@ class WorkspaceSection(Section):
     """Where rollouts have files and processes; the provider alone is short for `{provider: NAME}`."""
 
     provider: str = "bwrap"
-    """An installed provider, or module:attribute. bwrap: bubblewrap on this machine. docker: docker or podman."""
+    """An installed provider, or module:attribute. bwrap: bubblewrap on this machine. docker: docker or podman.
+    e2b: the service E2B. harbor: environments of a Harbor installation."""
     args: dict[str, Json] = Field(default_factory=dict)
     """Arguments of the provider's class."""
     image: str = ""

@@ -10,6 +10,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import stat
 
 TYPE_CHECKING = False
@@ -30,7 +31,11 @@ def copy(upper: str, target: str) -> None:
     links: dict[int, str] = {}
     source = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     os.mkdir(target, 0o755)
-    _copy_folder(source, target, links)
+    try:
+        _copy_folder(source, target, links)
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def _copy_folder(source: int, target: str, links: dict[int, str], deep: int = 0) -> None:

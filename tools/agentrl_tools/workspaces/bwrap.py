@@ -357,7 +357,10 @@ class BwrapWorkspace(Workspace):
     async def snapshot(self) -> Snapshot:
         own = f"{self.id}-{self._count}"
         call, name = await self._ask({"op": "snapshot", "name": own}, ())
-        await self._ended(call, name, _CALL_SECONDS)
+        try:
+            await self._ended(call, name, _CALL_SECONDS)
+        except PathError as error:  # of this machine's disk
+            raise WorkspaceError(f"workspace {self.id}: a snapshot cannot be kept: {error}") from None
         return self._provider.keep(Snapshot(self._provider.name, "+".join((own, *self.layers))))
 
     async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":

@@ -10,13 +10,13 @@ import hashlib
 import os
 import secrets
 from collections.abc import Awaitable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import PathError, UserError
 from agentrl.workspace.provider import Capabilities, Network, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import Snapshot, WorkspaceError
-from agentrl_tools.workspaces.e2b_workspace import E2bWorkspace, within
+from agentrl_tools.workspaces.e2b_workspace import E2bWorkspace, Origin, within
 from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_PROVIDER, LABEL_RUN, is_dead, owner
 
 if TYPE_CHECKING:
@@ -33,16 +33,6 @@ _EVERYWHERE = "0.0.0.0/0"
 _MISSING_KEY = "workspace.provider 'e2b': set E2B_API_KEY"
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What a workspace is opened from."""
-
-    template: str
-    """A template, or a snapshot, as the service names it."""
-    processes: bool = False
-    """Whether it is a snapshot that has processes, too."""
 
 
 class E2bProvider(WorkspaceProvider):

@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from agentrl.workspace.provider import WorkspaceSpec
@@ -25,8 +26,6 @@ from agentrl_tools.workspaces.scripted import ROOT, SPOOL, STOPS, ScriptedWorksp
 
 if TYPE_CHECKING:
     from e2b import AsyncSandbox
-
-    from agentrl_tools.workspaces.e2b import Origin
 
 _KILL_SECONDS = 20.0  # for what a call left to end
 _LISTING_BYTES = 64 * MIB
@@ -55,6 +54,16 @@ async def within(seconds: float, work: Awaitable[T]) -> T:
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a workspace is opened from."""
+
+    template: str
+    """A template, or a snapshot, as the service names it."""
+    processes: bool = False
+    """Whether it is a snapshot that has processes, too."""
+
+
 class Owner(Protocol):
     """What opens sandboxes, and calls the service."""
 
@@ -66,10 +75,10 @@ class Owner(Protocol):
     async def keep(self, sandbox: "AsyncSandbox") -> Snapshot:
         """Keep the files of a sandbox. Raises WorkspaceError."""
 
-    async def fresh(self, spec: WorkspaceSpec, origin: "Origin", image: str, build: str) -> "E2bWorkspace":
+    async def fresh(self, spec: WorkspaceSpec, origin: Origin, image: str, build: str) -> "E2bWorkspace":
         """Open an origin, or another image, without a network. Raises WorkspaceError, UserError."""
 
-    async def baseline(self, spec: WorkspaceSpec, origin: "Origin") -> dict[str, str]:
+    async def baseline(self, spec: WorkspaceSpec, origin: Origin) -> dict[str, str]:
         """The kind of each path of an origin. Raises WorkspaceError."""
 
     def closed(self, workspace: "E2bWorkspace") -> None:
@@ -141,7 +150,7 @@ class E2bWorkspace(ScriptedWorkspace):
     """provider: whose it is. sandbox: of the SDK. origin: what it was opened from."""
 
     def __init__(
-        self, provider: Owner, sandbox: "AsyncSandbox", name: str, spec: WorkspaceSpec, origin: "Origin"
+        self, provider: Owner, sandbox: "AsyncSandbox", name: str, spec: WorkspaceSpec, origin: Origin
     ) -> None:
         from e2b.envd.client_async import create_rpc_client
         from e2b.envd.process import process_connect

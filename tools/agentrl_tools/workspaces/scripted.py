@@ -32,7 +32,8 @@ SPOOL = "/var/lib/agentrl-spool"
 _KINDS = {"f": FileKind.FILE, "d": FileKind.FOLDER, "l": FileKind.LINK}
 _PATH_ERRORS = {41: "no such file or folder", 42: "is no folder", 44: "is a folder", 45: "is no file",
                 46: "a folder above it cannot be made"}  # fmt: skip
-STOPS = {"memory": "the memory of the workspace is used up", "disk": "more was written than may be"}
+STOPS = {"memory": "the memory of the workspace is used up", "disk": "more was written than may be",
+         "processes": "there are more processes than may be"}  # fmt: skip
 """What the watch says, and what it means."""
 ROOT = "root"
 """As whom our scripts run."""
@@ -40,7 +41,7 @@ ROOT = "root"
 _EACH = r"""
 for file in /proc/[0-9]*/stat; do IFS= read -r line 2>/dev/null <"$file" || continue
 pid=${line%% *}; set -- ${line##*) }; [ "$1" = Z ] && continue; [ "$pid" = $$ ] && continue
-[ "$2" = "$watch" ] && continue; [ $(($7 & 2097152)) -ne 0 ] && continue
+[ "$pid" = "$PPID" ] && continue; [ "$2" = "$watch" ] && continue; [ $(($7 & 2097152)) -ne 0 ] && continue
 """
 """Begins a loop over processes that are neither zombies, the kernel's, this shell, nor the watch's."""
 
@@ -67,7 +68,7 @@ sleep 0.02; date +%s.%N
 )
 """Prepares a workspace: prints what is used, in KiB, which processes there are, and the time."""
 
-_END = (
+END = (
     r"""
 keep=$1 watch=$2 tries=0; while [ $tries -lt 100 ]; do found=
 """
@@ -80,13 +81,15 @@ keep=$1 watch=$2 tries=0; while [ $tries -lt 100 ]; do found=
 
 _WATCH = (
     r"""
-memory=$1 disk=$2 base_memory=$3 base_disk=$4 keep=$5 excess=$2 watch=$$; echo $$
+memory=$1 disk=$2 base_memory=$3 base_disk=$4 keep=$5 processes=$6 excess=$2 watch=$$; echo $$
+set -- $keep; processes=$((processes + $# + 16))
 while :; do sleep 0.5; why=
 used=$(awk '{s += $2} END {print s * 4}' /proc/[0-9]*/statm 2>/dev/null)
 [ "$((used - base_memory))" -gt "$memory" ] && why=memory
 written=$(($(df -Pk / | awk 'NR == 2 {print $3}') - base_disk))
 [ "$written" -gt "$excess" ] && why=disk
 excess=$disk; [ "$written" -gt "$disk" ] && excess=$written
+set -- /proc/[0-9]*; [ $# -gt "$processes" ] && why=processes
 [ -z "$why" ] && continue
 echo "$why"; tries=0
 while [ $tries -lt 20 ]; do found=
@@ -97,7 +100,7 @@ while [ $tries -lt 20 ]; do found=
 done
 """
 )
-"""Kills everything where more memory or disk is used than may be, in KiB, and says why; files may then be removed."""
+"""Kills everything where more memory or disk (KiB) or processes are used than may be, and says why."""
 
 _READ = r"""
 [ -e "$1" ] || exit 41; [ -d "$1" ] && exit 44; [ -f "$1" ] || exit 45
@@ -203,9 +206,9 @@ class ScriptedWorkspace(Workspace):
         """Note what is used and what runs before anybody else does anything. Raises WorkspaceError."""
         code, said = await self._script(_BEGIN, SPOOL)
         fields = said.decode(errors="replace").splitlines()
-        if code or len(fields) != 4:
+        if code or len(fields) != 4 or not fields[3].replace(".", "", 1).isdigit():
             raise WorkspaceError(
-                f"workspace {self.id}: it cannot be prepared; an image needs sh, awk, df, find and tar"
+                f"workspace {self.id}: it cannot be prepared; an image needs what Debian has: GNU's date, find, tar"
             )
         self._base_memory, self._base_disk, self._begun_with, self._began = *fields[:3], float(fields[3])
 
@@ -213,7 +216,7 @@ class ScriptedWorkspace(Workspace):
         """The watch of the limits, as a command."""
         limits = self._spec.limits
         words = [str(limits.memory // 1024), str(limits.disk // 1024), self._base_memory, self._base_disk]
-        return ["/bin/sh", "-c", _WATCH, "sh", *words, self._begun_with]
+        return ["/bin/sh", "-c", _WATCH, "sh", *words, self._begun_with, str(limits.processes)]
 
     def _end_in_time(self) -> None:
         """Close it when its time is over."""
@@ -290,7 +293,7 @@ class ScriptedWorkspace(Workspace):
         return inside.parsed_listing(said, mark)[:limit]
 
     async def end_processes(self) -> None:
-        code, _ = await self._script(_END, self._begun_with, self._watch_pid)
+        code, _ = await self._script(END, self._begun_with, self._watch_pid)
         if code:
             raise WorkspaceError(f"workspace {self.id}: its processes cannot be ended")
 

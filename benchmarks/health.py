@@ -144,7 +144,7 @@ PLANTED = (
     Planted("critic.lr 0.3", "critic", ("critic_poor",), ("critic.lr",)),
     Planted("one task in sixteen can be earned", "rare", ("few_teach",), ("tasks",)),
     Planted("a reward that is the same for all", "flat", ("no_contrast",), ("reward",)),
-    Planted("tools that the model never saw", "unknown", ("tools_unknown",)),
+    Planted("tools that the model never saw", "unknown", ("tools_unknown", "calls_unreadable")),
     Planted("turns of 8 tokens", "cut", ("calls_cut",)),
     Planted("temperature 0", "greedy", ("no_contrast",), ("sampling",)),
     Planted("the reward falls by a tenth a step", "gsm8k_tool_0", ("reward_falls",), ("train.lr",),

@@ -1143,7 +1143,9 @@ CONDITIONS: Mapping[str, Condition] = {
         },
         follows=_BROKEN,
     ),
-    "mismatch_growing": Condition(mismatch_growing, evidence=("mismatch/logprob_mean",), follows=("mismatch",)),
+    "mismatch_growing": Condition(
+        mismatch_growing, evidence=("mismatch/logprob_mean",), follows=("mismatch", *_BROKEN)
+    ),
     "stale": Condition(stale, {"rollout/staleness_mean": (None, 2.0)}),
     "update_discarded": Condition(
         update_discarded, {"train/updates_not_finite": (None, 0.0)}, evidence=("train/lr", "train/grad_norm")

@@ -123,6 +123,37 @@ def some_fail(row: Row, at: int, rng: random.Random) -> Row:
     return {"rollout/failed": 1, "rollout/trajectories": row["rollout/trajectories"] - 1, "rollout/failed/tool": 1}
 
 
+def graded_nothing(row: Row, at: int, rng: random.Random) -> Row:
+    """A grader that broke, of samples that are what they were."""
+    return {
+        "reward/mean": 0.0, "reward/max": 0.0, "groups/varied": 0, "train/samples": 0, "train/updates": 0,
+        "groups/equal": row["groups/varied"] + row["groups/equal"], "train/grad_norm": 0.0,
+    }  # fmt: skip
+
+
+def unreadable(row: Row, at: int, rng: random.Random) -> Row:
+    """Of the calls a tenth more cannot be read in each step."""
+    calls = row["tool/calculator/calls"]
+    wrong = round(calls * min(0.9, 0.1 * (at + 1)))
+    return {
+        "calls/unreadable": wrong, "tool/calculator/calls": calls - wrong, "tool/unknown/calls": wrong,
+        "tool/unknown/errors": wrong, "reward/mean": row["reward/mean"] * (1 - wrong / max(1, calls)),
+    }  # fmt: skip
+
+
+def gamed(row: Row, at: int, rng: random.Random) -> Row:
+    """A part that rises at the cost of another, which weighs less."""
+    return {"reward/short": noisy(0.95, rng, 0.02), "reward/goal": noisy(0.15, rng)}
+
+
+def by_heart(row: Row, at: int, rng: random.Random) -> Row:
+    """Evaluations after the 16th and after every fifth step: the best, then ever lower."""
+    if at % 5 != 1:
+        return {}
+    value = 0.9 - 0.1 * (at // 5)
+    return {f"eval/test/accuracy{end}": value + by for end, by in (("", 0.0), ("_low", -0.04), ("_high", 0.04))}
+
+
 def dead(row: Row, at: int, rng: random.Random) -> Row:
     """What a destroyed policy samples."""
     samples = row["rollout/trajectories"]
@@ -175,6 +206,45 @@ PLANTED = (
     Planted("a tool that takes 4 of 5 seconds", "gsm8k_tool_1", ("tool_slow",), ("tool/calculator/seconds",),
             fixed(tool__calculator__seconds=4.0)),
     Planted("one update destroys it in mid-run", "gsm8k_tool_mini", ("policy_broken",), ("train.lr",), dead),
+    # made after the conditions were frozen
+    Planted("compact, learning rate 0.03", "late_compact", ("policy_broken",), ("train.lr",), late=True),
+    Planted("PPO, learning rate 0.01", "late_ppo", ("policy_broken", "updates_too_large"), ("train.lr",), late=True),
+    Planted("the grader gives 0 to all", "gsm8k_tool_7", ("no_contrast", "reward_falls", "policy_broken"),
+            ("reward", "environment"), graded_nothing, late=True),
+    Planted("the KL to the reference grows to 0.5", "gsm8k_tool_7", ("kl_high",), ("algorithm.kl_coef",),
+            lambda row, at, rng: {"train/kl": noisy(min(0.5, 0.05 * 1.5**at), rng)}, late=True),
+    Planted("two fifths of the tokens are clipped", "gsm8k_ppo_2", ("updates_too_large",), ("train.lr",),
+            lambda row, at, rng: {"train/clip_fraction": noisy(0.4, rng), "train/approx_kl": noisy(0.015, rng)},
+            late=True),
+    Planted("samples shrink to a fifth", "compact_0", ("length_shrinks", "reward_falls", "policy_broken"),
+            ("length", "train.lr"),
+            both(scaled(0.2, "rollout/response_tokens_mean", steps=3), scaled(0.5, "reward/mean")), late=True),
+    Planted("all samples out of tool calls", "compact_0", ("turns_used_up",), ("limits",),
+            both(share("stop/max_tool_calls", 0.95), scaled(0.6, "reward/mean")), late=True),
+    Planted("one group in sixteen teaches", "gsm8k_tool_7", ("few_teach", "reward_falls"), ("tasks", "train.lr"),
+            one_group, late=True),
+    Planted("the tool of a game goes down", "text_game_1", ("tool_fails",), ("tool/move",), tool_down("move"),
+            late=True),
+    Planted("release raises twice a step", "gsm8k_ppo_2", ("release_errors",), (), fixed(rollout__release_errors=2),
+            late=True),
+    Planted("steps take four times as long, three times the tokens", "compact_0",
+            ("steps_slow", "length_grows", "reward_falls"), ("length",),
+            both(scaled(4, "time/step_s", "time/rollout_s"),
+                 scaled(3.5, "rollout/tokens", "rollout/response_tokens_mean"), scaled(0.5, "reward/mean")), late=True),
+    Planted("half of the answers are received by nobody", "agent_openai_0", ("answers_unreceived",), (),
+            lambda row, at, rng: {"gateway/unreceived": round(noisy(0.5, rng) * row["gateway/calls"])}, late=True),
+    Planted("two fifths run out of time", "sub_agents_0", ("cut_by_time",), (), share("stop/timeout", 0.4), late=True),
+    Planted("entropy grows by a fifth a step", "gsm8k_tool_7", ("entropy_grows", "reward_falls"),
+            ("train.lr",), both(lambda row, at, rng: {"train/entropy": noisy(0.2 * 1.2 ** (at + 1), rng)},
+                                scaled(0.5, "reward/mean", steps=8)), late=True),
+    Planted("calls become unreadable, step by step", "gsm8k_ppo_2", ("calls_unreadable", "policy_broken"),
+            ("calls_unreadable", "train.lr"), unreadable, late=True),
+    Planted("one part of the reward is gamed", "text_game_1", ("part_gamed", "reward_falls"), ("reward",), gamed,
+            late=True),
+    Planted("held-out accuracy falls while the reward rises", "gsm8k_tool_7", ("accuracy_falls",), ("reward",),
+            by_heart, late=True),
+    Planted("the learning rate jumps tenfold", "sub_agents_0", ("policy_broken",), ("train.lr",),
+            both(dead, fixed(train__lr=2e-3)), late=True),
 )  # fmt: skip
 
 

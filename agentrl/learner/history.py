@@ -149,9 +149,9 @@ class History:
         rates = now.get("train/lr"), then.get("train/lr")
         if rates[0] and rates[1] and not 0.5 < rates[0] / rates[1] < 1.5:
             found.append(f"the learning rate went from {rates[1]:.3g} to {rates[0]:.3g} in step {step - 1}")
-        passes = self.row(step).get("data/epoch"), now.get("data/epoch")
-        if None not in passes and int(passes[0]) > int(passes[1]):
-            found.append(f"pass {int(passes[0]) + 1} over the tasks began in step {step}")
+        passes = int(self.row(step).get("data/epoch", 0)), int(now.get("data/epoch", 0))
+        if passes[0] > passes[1]:
+            found.append(f"pass {passes[0] + 1} over the tasks began in step {step}")
         if now.get("train/updates"):
             found.append(update(now))
         return found

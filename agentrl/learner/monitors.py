@@ -562,7 +562,7 @@ def _length(history: History, *, grows: bool) -> Found | None:
         return None
 
     def holds(row: Row) -> bool:
-        return row.get(key, 0.0) > GREW * fmean(start) if grows else row.get(key, 9e9) < fmean(start) / GREW
+        return bool(row.get(key, 0.0) > GREW * fmean(start) if grows else row.get(key, 9e9) < fmean(start) / GREW)
 
     since = _began(history, holds)
     why = (

@@ -404,11 +404,11 @@ class _Counted:
             return [sign for share, sign in sorted(shares) if share <= -_COMMON]
         if not self.unsolved:
             return []
-        kinds = Counter(kind for kind, _ in self._tallies)
+        kinds = Counter(_family(kind) for kind, _ in self._tallies)
         found = []
         for sign, tally in self._tallies.items():
             difference = self.share(sign) - tally.solved.total() / self.solved
-            if tally.unsolved.total() > 1 and difference > 0 and self.chance(tally) <= CHANCE / kinds[sign[0]]:
+            if tally.unsolved.total() > 1 and difference > 0 and self.chance(tally) <= CHANCE / kinds[_family(sign[0])]:
                 found.append((-difference, sign))
         return self._of_ranges([sign for _, sign in sorted(found)])
 
@@ -420,6 +420,11 @@ class _Counted:
             if name and (name not in best or self.chance(self.tally(sign)) < self.chance(self.tally(best[name]))):
                 best[name] = sign
         return [sign for sign in signs if not (name := range_of(sign)) or best[name] == sign]
+
+
+def _family(kind: str) -> str:
+    """The kinds that are tested together: their signs share CHANCE."""
+    return "scan" if kind in ("says", "slow") else kind
 
 
 def fisher(a: int, m: int, b: int, n: int) -> float:

@@ -149,9 +149,9 @@ class History:
         rates = now.get("train/lr"), then.get("train/lr")
         if rates[0] and rates[1] and not 0.5 < rates[0] / rates[1] < 1.5:
             found.append(f"the learning rate went from {rates[1]:.3g} to {rates[0]:.3g} in step {step - 1}")
-        passes = self.row(step).get("data/epoch"), now.get("data/epoch")
-        if None not in passes and int(passes[0]) > int(passes[1]):
-            found.append(f"pass {int(passes[0]) + 1} over the tasks began in step {step}")
+        passes = int(self.row(step).get("data/epoch", 0)), int(now.get("data/epoch", 0))
+        if passes[0] > passes[1]:
+            found.append(f"pass {passes[0] + 1} over the tasks began in step {step}")
         if now.get("train/updates"):
             found.append(update(now))
         return found
@@ -168,7 +168,8 @@ class History:
         before = means(self.rows[-WINDOW:])
         earned, now = (one.get("reward/mean", self.floor) - self.floor for one in (before, row))
         fell = earned > _LEAST and now <= (1 - _FALL) * earned
-        moved = jumps(before, row, times=_TIMES[0] if fell else _TIMES[1])
+        times = _TIMES[0] if fell else _TIMES[1]
+        moved = jumps(before, row, times) if jumps(means(self.rows[-STEPS:]), row, times) else []  # else it is a trend
         if moved and (fell or len(moved) > 1) and now <= earned and not (len(moved) == 1 and tool_broke(before, row)):
             self.broken = Break(int(row["step"]), before, self.rows[-1], tuple(moved))
 
@@ -195,9 +196,12 @@ def jumps(before: Row, row: Row, times: float = _TIMES[0]) -> list[str]:
         then, now = of(before), of(row)
         if then is not None and now is not None and then <= _SHARES[0] and now >= _SHARES[1]:
             found.append(f"{name} {then:.0%} -> {now:.0%}")
-    for key, name in (("rollout/response_tokens_mean", "tokens a sample"), ("train/entropy", "entropy")):
-        then, now = before.get(key), row.get(key)
-        if then and now and not then / times < now < then * times:
+    for key, name, least in (
+        ("rollout/response_tokens_mean", "tokens a sample", 1.0),
+        ("train/entropy", "entropy", 2.5),
+    ):
+        then, now, ratio = before.get(key), row.get(key), max(times, least)  # entropies near 0 are noisy
+        if then and now and not then / ratio < now < then * ratio:
             found.append(f"{name} {then:.3g} -> {now:.3g}")
     return found
 

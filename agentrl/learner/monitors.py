@@ -562,7 +562,7 @@ def _length(history: History, *, grows: bool) -> Found | None:
         return None
 
     def holds(row: Row) -> bool:
-        return row.get(key, 0.0) > GREW * fmean(start) if grows else row.get(key, 9e9) < fmean(start) / GREW
+        return bool(row.get(key, 0.0) > GREW * fmean(start) if grows else row.get(key, 9e9) < fmean(start) / GREW)
 
     since = _began(history, holds)
     why = (
@@ -1143,7 +1143,9 @@ CONDITIONS: Mapping[str, Condition] = {
         },
         follows=_BROKEN,
     ),
-    "mismatch_growing": Condition(mismatch_growing, evidence=("mismatch/logprob_mean",), follows=("mismatch",)),
+    "mismatch_growing": Condition(
+        mismatch_growing, evidence=("mismatch/logprob_mean",), follows=("mismatch", *_BROKEN)
+    ),
     "stale": Condition(stale, {"rollout/staleness_mean": (None, 2.0)}),
     "update_discarded": Condition(
         update_discarded, {"train/updates_not_finite": (None, 0.0)}, evidence=("train/lr", "train/grad_norm")

@@ -3,7 +3,6 @@
 import json
 import os
 import select
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -127,4 +126,4 @@ def _scanned(scanner: Any, payload: bytes) -> dict[str, Json]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

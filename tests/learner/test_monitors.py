@@ -3,6 +3,8 @@
 import io
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,52 @@ def test_rows_of_strangers_are_read_as_far_as_they_go() -> None:
     assert health.step({"step": 4, "groups/varied": 0}) == []
     health = Health(small(), [{"step": n} for n in range(1, 30)])
     assert [one.name for n in range(30, 34) for one in health.step(FLAT | {"step": n})] == ["no_contrast"]
+
+
+def test_planted_pathologies_are_named_and_healthy_runs_raise_nothing() -> None:
+    """The table of the benchmark: 95 % right by name and cause, and no alarm in twenty healthy runs."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "health.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (right, planted, _, _, alarms, runs) = map(int, re.findall(r"(?<=[: ])\d+(?= of|$|\n|;)", done.stdout)[-6:])
+    assert planted >= 45
+    assert right >= 0.95 * planted
+    assert runs >= 19
+    assert alarms == 0
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_each_range_of_the_page_is_one_of_a_condition(name: str) -> None:
+    """A metric outside of its range in every step raises the condition whose range it is."""
+    low, high = RANGES[name]
+    value = low - 0.2 if high is None and low is not None else (high or 0.0) + 1.0
+    recipe = small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 1}) if name.startswith("critic/") else None
+    owner = next(one for one, condition in CONDITIONS.items() if name in condition.ranges)
+    assert owner in [one.name for _, one in found(well({name: value}), recipe)]
+
+
+def test_what_gets_twice_as_bad_is_said_again_and_three_times_at_most() -> None:
+    raised = found(well({"train/kl": lambda step: 0.15 * 2 ** ((step - 20) // 3)}))
+    assert [one.name for _, one in raised] == ["kl_high"] * 3
+    assert [one.line.startswith("worse than before") for _, one in raised] == [False, True, True]
+    health = Health(small(), [{"step": 1, "health": [one._asdict() for _, one in raised]}])
+    assert health.step({"step": 2}) == []
+
+
+def test_one_update_that_destroys_the_policy_is_blamed_on_the_learning_rate() -> None:
+    dead = {
+        "reward/mean": 0.0, "stop/length": 8, "groups/varied": 0, "groups/equal": 2, "train/samples": 0,
+        "calls/cut": 20,
+        "rollout/response_tokens_mean": 300.0,
+    }  # fmt: skip
+    before = WELL | {"train/lr": 0.05, "train/updates": 1, "rollout/response_tokens_mean": 40.0}
+    rows = [before | ({"step": step} if step < 4 else dead | {"step": step}) for step in range(1, 12)]
+    ((step, one),) = found(rows)
+    assert (step, one.name, one.cause) == (4, "policy_broken", "train.lr")
+    assert "the update of step 3 (train.lr 0.05, gradient 0.3)" in one.line
+    assert one.evidence["reward/mean"] == (0.5, 0.0)
+    health = Health(small(), rows[:3])  # resumed where it broke: another recipe may have done it
+    assert [finding.cause for row in rows[3:] for finding in health.step(row)] == ["resume"]
 
 
 def test_every_condition_and_range_is_documented() -> None:

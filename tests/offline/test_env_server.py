@@ -3,7 +3,6 @@
 import asyncio
 import json
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,16 +10,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-import trl
 from agentrl_envs.openenv.environment import OpenEnv
 from agentrl_envs.text_game.environment import TextGame
-from cli_help import quiet
 from fakes import Env
 from openenv_help import free_port
 from paths import SUPPORT
 
 from agentrl.errors import UserError
-from agentrl.fine_tuning.run import sft
 from agentrl.offline.env_server import MESSAGE_BYTES, serve_environment
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.types import Message, Reply, Session, Task
@@ -290,26 +286,3 @@ async def test_played_by_stage_and_server_alike() -> None:
         )
     assert answers[-1]["data"]["done"] is True
     assert sum(answer["data"]["reward"] for answer in answers) == pytest.approx(alone.reward)
-
-
-@pytest.mark.long
-async def test_trl_trains_on_it(environments_venv: str, tmp_path: Path) -> None:
-    """TRL's `environment_factory` on OpenEnv's client; the model was shown games in a template that TRL knows."""
-    template = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
-    keys = [
-        f"sft.new_model.chat_template={template}", "sft.new_model.config.max_position_embeddings=2048",
-        "rollout.max_tokens=2000", "sft.stages=[{style: careless, steps: 60, batch: 8, lr: 2e-3, muon_lr: 0.02}]",
-        f"output={tmp_path / 'sft'}",
-    ]  # fmt: skip
-    await asyncio.to_thread(sft, game(*keys), str(tmp_path / "start"), console=quiet())
-    (site,) = Path(environments_venv).glob("lib/python3.*/site-packages")
-    async with served(game(), sessions=16) as url:
-        script = [str(SUPPORT / "trl_openenv.py"), url, str(tmp_path / "start"), str(site), str(tmp_path / "trl")]
-        done = await asyncio.to_thread(
-            subprocess.run, [sys.executable, *script], capture_output=True, text=True, timeout=600
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads(done.stdout.strip().split("\n")[-1])
-    assert len(rows) == 2
-    assert all(row["tools/call_frequency"] > 0 for row in rows)
-    assert any(row["reward"] != 0 for row in rows)

@@ -11,16 +11,22 @@ from agentrl.training.axes import Range, split_keys
 JOURNAL = "optuna.log"
 
 
+def check_installed() -> None:
+    """Raise UserError where Optuna cannot be imported."""
+    try:
+        import_module("optuna.storages.journal")
+    except ImportError as error:
+        raise UserError(f"--optuna: {error}; pip install 'agentrl[sweep]'") from error
+
+
 class Proposals:
     """An Optuna study in the folder of a sweep, whose trials are its configurations in their order."""
 
     def __init__(self, folder: Path, axes: Mapping[str, str]) -> None:
         """axes: key -> values or range, as they were given. Raises UserError: Optuna is not installed."""
-        try:
-            self._optuna: Any = import_module("optuna")
-            journal: Any = import_module("optuna.storages.journal")
-        except ImportError as error:
-            raise UserError(f"--optuna: {error}; pip install 'agentrl[sweep]'") from error
+        check_installed()
+        self._optuna: Any = import_module("optuna")
+        journal: Any = import_module("optuna.storages.journal")
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
         sampler = self._optuna.samplers.TPESampler(seed=0)

@@ -24,7 +24,7 @@ from agentrl.plugins.types import Json
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.training.axes import Axis, Range
-from agentrl.training.proposals import Proposals
+from agentrl.training.proposals import Proposals, check_installed
 from agentrl.training.trials import Processes, Trial, read_json
 
 PLAN, BASE, TABLE, TRIALS = "sweep.json", "base.yaml", "table.csv", "trials"
@@ -63,7 +63,7 @@ class Plan:
         found = []
         for seed in self.seeds or [None]:
             keys = (*chosen, *([f"{SEED}={seed}"] if seed is not None else []))
-            told = "-".join(key.rpartition(".")[2] for key in keys)
+            told = "-".join(re.sub(r"^[^=]*\.", "", key) for key in keys)  # the last part of each key
             name = re.sub(r"[^\w.=+-]+", "_", f"{index + 1:03d}-{told}")[:100].rstrip(".")
             found.append(Trial(index, keys, folder / TRIALS / name))
         return found
@@ -91,6 +91,8 @@ def plan(recipe: Recipe, axes: Mapping[str, Axis], drawn: int, proposed: int, ha
     if ranges and not drawn and not proposed:
         raise UserError(f"{ranges[0]}: a range has no end of values: add --random N, or --optuna N")
     _check_rounds(recipe, halve, proposed)
+    if proposed:
+        check_installed()
     told = {
         key: f"{axis.low:g}..{axis.high:g}" if isinstance(axis, Range) else ",".join(axis)
         for key, axis in chosen.items()
@@ -150,12 +152,17 @@ class Sweep:
         """Make the folder. Raises UserError: it holds something, or a configuration is not a recipe."""
         if folder.exists() and any(folder.iterdir()):
             raise UserError(f"--output {folder}: is not empty; name another folder, or go on with --resume {folder}")
+        found = cls(folder, made, say)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(folder / BASE, dump_recipe(recipe))
-            found = cls(folder, made, say)
-            for trial in found.trials():
-                load_recipe(folder / BASE, trial.keys)
+            try:
+                for trial in found.trials():
+                    load_recipe(folder / BASE, trial.keys)
+            except UserError:
+                (folder / BASE).unlink()
+                folder.rmdir()
+                raise
             found.write()
         except OSError as error:
             raise UserError(f"--output {folder}: cannot be written to: {error.strerror}") from error

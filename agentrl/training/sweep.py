@@ -61,8 +61,8 @@ class Plan:
         """The runs of a configuration."""
         chosen = [f"{key}={value}" for key, value in zip(self.keys, self.configurations[index], strict=True)]
         found = []
-        for seed in self.seeds or [None]:
-            keys = (*chosen, *([f"{SEED}={seed}"] if seed is not None else []))
+        for own in [[f"{SEED}={seed}"] for seed in self.seeds] or [[]]:
+            keys = (*chosen, *own)
             told = "-".join(re.sub(r"^[^=]*\.", "", key) for key in keys)  # the last part of each key
             name = re.sub(r"[^\w.=+-]+", "_", f"{index + 1:03d}-{told}")[:100].rstrip(".")
             found.append(Trial(index, keys, folder / TRIALS / name))

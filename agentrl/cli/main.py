@@ -42,6 +42,7 @@ from agentrl.cli.scan import scan_command
 from agentrl.cli.serve import serve_command
 from agentrl.cli.sft import reward_model_command, sft_command
 from agentrl.cli.show import show_command
+from agentrl.cli.sweep import sweep_command
 from agentrl.cli.train import train_command
 from agentrl.cli.try_ import try_command
 from agentrl.cli.view import view_command
@@ -101,6 +102,7 @@ def version_command() -> None:
 
 
 app.command("train")(train_command)
+app.command("sweep")(sweep_command)
 app.command("eval")(eval_command)
 app.command("compare")(compare_command)
 app.command("sft")(sft_command)

@@ -320,7 +320,7 @@ def _tasks(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return found
 
 
-def _sums(own: Sequence[Tasks], names: Sequence[str], measure: Measure, prices: Sequence[Prices]) -> list[Sums]:
+def _sums(own: Sequence[Tasks], names: Sequence[str], measure: Measure, prices: Sequence[Prices]) -> Sequence[Sums]:
     """Of each evaluation of a side."""
     found = []
     for tasks, price in zip(own, prices, strict=True):
@@ -345,12 +345,12 @@ def _by_tasks(one: Paired, asked: _Asked, trained: bool) -> Paired:
     """The comparison of two evaluations: tasks are what it varies with. trained: seeds of training would be, too."""
     values, counts = _values(one.pairs)
     if one.measure.share:
-        unit, scale, most = 1 / max(counts), 1.0, 1.0
+        unit, most = 1 / max(counts), 1.0
         found = difference(values, math.lcm(*counts), mcnemar=counts == {1})
     else:
         most = max(float(np.abs(values).max()), _range(one.pairs)) or 1.0
-        unit, scale = 0.0, None if np.any(values) else most
-        found = difference(values, scale=scale)
+        unit = 0.0
+        found = difference(values, scale=None if np.any(values) else most)
     sizes = {asked.difference(one.measure) or 0.0, abs(found.value)} - {0.0}
     needed = {size: tasks_needed(values, size, unit) for size in sorted(sizes)}
     one = replace(one, found=found, p=found.p, shown=difference_shown(values, unit, most), needed=needed)

@@ -85,7 +85,7 @@ def seeds_needed(wanted: float, seeds: float, tasks: float) -> int | None:
     for count in range(2, MOST_SEEDS + 1):
         of_seeds = seeds / count
         whole = of_seeds + tasks
-        freedom = 2 * (count - 1) * (whole / of_seeds) ** 2 if of_seeds else math.inf
+        freedom = (2 * count - 2.5) * (whole / of_seeds) ** 2 if of_seeds else math.inf  # fewer where seeds look unlike
         if not whole:
             return count
         freedom = round(min(freedom, 1e6), 3)

@@ -30,8 +30,8 @@ def compare_command(
         Option(
             "--on",
             metavar="MEASURE",
-            help="solved, reward, a reward part, turns, tokens, seconds, cost, tool_errors (default: solved, or reward "
-            "where that alone differs).",
+            help="solved, reward, a reward part, turns, tokens, seconds, cost, tool_errors, a scanner's name (default: "
+            "solved, or reward where that alone differs).",
         ),
     ] = None,
     by: Annotated[

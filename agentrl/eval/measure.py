@@ -19,7 +19,7 @@ _PLAIN: Mapping[str, Callable[[Outcome], float]] = {
 }
 COST = "cost"
 NAMES = (*_PLAIN, COST)
-"""What every sample has; the names of its reward parts come on top."""
+"""What every sample has; the names of its reward parts, and of the scanners that read it, come on top."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class Measure:
     """A number of each sample."""
 
     name: str
-    """`solved`, `reward`, `turns`, `tokens`, `seconds`, `tool_errors`, `cost`, or a reward part's name."""
+    """`solved`, `reward`, `turns`, `tokens`, `seconds`, `tool_errors`, `cost`, or the name of a reward part or of a
+    scanner: 1 where it found something."""
 
     @property
     def share(self) -> bool:
@@ -40,7 +41,7 @@ class Measure:
             return cost(outcome.usage, prices)
         if (read := _PLAIN.get(self.name)) is not None:
             return read(outcome)
-        return outcome.rewards.get(self.name, 0.0)
+        return outcome.rewards.get(self.name, outcome.findings.get(self.name, 0.0))
 
     def told(self, value: float, sign: bool = False) -> str:
         """A difference of it, or a mean, in a text: points of a share."""
@@ -58,11 +59,18 @@ def measure_of(name: str, played: Sequence[Sequence[Outcome]], prices: Sequence[
 
     Raises UserError: no sample has it.
     """
-    parts = sorted({part for outcomes in played for one in outcomes for part in one.rewards})
+    rewards = sorted({part for outcomes in played for one in outcomes for part in one.rewards})
+    scans = [{scanner for one in outcomes for scanner in one.findings} for outcomes in played]
+    parts = [*rewards, *sorted(set.union(*scans).difference(rewards))]
     if name not in (*NAMES, *parts):
         known = ", ".join((*NAMES, *parts))
         raise UserError(
             f"--on {name}: not a number of the samples, which have {known}{nearest(name, [*NAMES, *parts])}"
+        )
+    unread = [index for index, scan in enumerate(scans, 1) if name not in scan]
+    if name not in {*NAMES, *rewards} and unread:
+        raise UserError(
+            f"--on {name}: evaluation {unread[0]} of {len(scans)} was not scanned; run `agentrl scan` on it"
         )
     if name == COST:
         for index, (outcomes, known_prices) in enumerate(zip(played, prices, strict=True)):

@@ -11,6 +11,9 @@ from evaluation_help import run_of, stored
 import agentrl
 from agentrl.checkpoint.code import code_state, read_code, record_code
 from agentrl.cli import main
+from agentrl.errors import UserError
+from agentrl.eval.scan import keep
+from agentrl.rollout.trajectory_file import read_rows, stored_files
 
 
 @pytest.fixture
@@ -155,6 +158,18 @@ def test_anything_that_a_sample_has_can_be_compared(measure: str, here: Path) ->
         assert one.found.value == pytest.approx(1 / 3)
         assert one.apart
         assert [pair.difference for pair in one.gained[:1]] == [pytest.approx(0.7)]
+
+
+def test_findings_of_scanners_can_be_compared(here: Path) -> None:
+    for name, found in (("a", [None, "x", "x", None]), ("b", ["x"] * 4)):
+        stored(here / name, [[1.0], [0.0], [0.0], [1.0]])
+        (file,) = stored_files(here / name / "trajectories")
+        keep(file.path, [str(row["request"]) for row in read_rows(file.path, ["request"])], {"loop": found})
+    (one,) = agentrl.compare("a", "b", on="loop").paired
+    assert one.found.value == pytest.approx(0.5)
+    stored(here / "c", [[1.0], [0.0], [0.0], [1.0]])
+    with pytest.raises(UserError, match=r"--on loop: evaluation 2 of 2 was not scanned: run `agentrl scan`"):
+        agentrl.compare("a", "c", on="loop")
 
 
 def test_holm_counts_all_that_one_command_prints(here: Path) -> None:

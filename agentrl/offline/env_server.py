@@ -87,8 +87,7 @@ class Stage:
         self.seconds = seconds
 
     def task(self, data: Mapping[str, Json]) -> Task:
-        """The task that a `reset` asks for: by split and index, by split and id (`task`), or by seed. Raises
-        RefusedError."""
+        """The task that a `reset` asks for: by split, and by index or seed. Raises RefusedError."""
         split = data.get("split", "train")
         if not isinstance(split, str) or split not in self.splits:
             raise RefusedError("VALIDATION_ERROR", f"split: {split!r:.40}; expected one of {', '.join(self.splits)}")
@@ -96,7 +95,7 @@ class Stage:
         index = data.get("index")
         if index is None:
             index = _whole(data, "seed", random.randrange(len(tasks))) % len(tasks)
-        if not isinstance(index, int) or not 0 <= index < len(tasks):
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(tasks):
             raise RefusedError("VALIDATION_ERROR", f"index: {index!r:.40}; expected 0 to {len(tasks) - 1}")
         return tasks[index]
 
@@ -249,7 +248,7 @@ class EnvServer:
             return await _answer({"num_tasks": len(tasks)})
         if path == "task":
             index = asked.get("index")
-            if not isinstance(index, int) or not 0 <= index < len(tasks):
+            if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(tasks):
                 raise RefusedError("VALIDATION_ERROR", "Invalid task index")
             return await _answer({"task": {"id": tasks[index].id, "split": split, "index": index}})
         bounds = slice(asked.get("start"), asked.get("stop")) if path == "task_range" else slice(None)

@@ -54,7 +54,6 @@ class Session:
     """
 
     _current: ClassVar["Session | None"] = None
-    _token: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -79,7 +78,6 @@ class Session:
                 command = _arguments(cpus, gpus, object_store or object_store_bytes())
                 self.address = self._start(command, devices, timeout)
             else:
-                _forget_token()
                 self.address = reach(self.address)
             _connect(self.address, timeout)
             self._connected, Session._current = True, self
@@ -175,27 +173,14 @@ def _be_quiet() -> None:
 
 def _protect() -> None:
     """Set a token for Ray that only our processes know: it listens on every interface, and whoever reaches it may run
-    code. The token stays in the environment for our processes; a user's own choice is kept."""
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_TOKEN"] = Session._token = secrets.token_hex(32)
-        _set_mode("token")
-
-
-def _forget_token() -> None:
-    """Drop the token of a Ray that this process started before: the head of another cluster does not have it, is
-    refused by our side of the connection, and takes our actors for lost."""
-    if Session._token and os.environ.get("RAY_AUTH_TOKEN") == Session._token:
-        del os.environ["RAY_AUTH_TOKEN"]
-        _set_mode("disabled")
-        del os.environ["RAY_AUTH_MODE"]
-
-
-def _set_mode(mode: str) -> None:
+    code. The token stays in the environment, since Ray reads it once a process; a user's own choice is kept."""
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     import ray
 
-    os.environ["RAY_AUTH_MODE"] = mode
     ray._raylet.Config.initialize("")  # type: ignore[attr-defined] # it read its settings when it was imported
-    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
 def _new_folder() -> Path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from cluster_help import STORE, Holder, Probe
 from paths import RECIPES
-from processes import alive, command, descendants, gone, until
+from processes import alive, gone, until
 from warm_ray import COMMAND
 
 from agentrl.checkpoint.run_folder import RunFolder
@@ -137,19 +137,6 @@ def test_a_cluster_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(ClusterError, match="is 'auto' or HOST:PORT of a Ray head"):
         Session(address=address)
-
-
-def test_ray_that_ends_in_mid_run(tmp_path: Path) -> None:
-    with Session(cpus=1, object_store=STORE) as session, ResourcePool(1) as pool:
-        group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path)
-        call = group.slow(600)
-        ours = [process for process in descendants() if str(session.folder) in command(process)]
-        next(process for process in ours if "raylet_socket_name" in command(process)).kill()
-        with pytest.raises(WorkerLost, match=r"worker 0 .* died in 'slow': Ray (itself has ended|has lost touch)"):
-            call.result()
-        until(lambda: not session.alive)
-    assert not session.folder.exists()
-    assert gone([process.pid for process in ours])
 
 
 SERVES = """

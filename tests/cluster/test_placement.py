@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from cluster_help import STORE, Holder, Probe
 from paths import ROOT
-from processes import until
+from processes import command, descendants, gone, until
 
-from agentrl.cluster.errors import ClusterError
+from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
 from agentrl.cluster.placement import Launched, named, names_of, place
 from agentrl.cluster.pool import Home, ResourcePool, own_address
@@ -192,3 +192,17 @@ def test_on_a_cluster_the_engines_devices_are_reserved(tmp_path: Path, monkeypat
 
 def test_an_engine_that_launches_nothing_needs_nothing() -> None:
     assert engine_class("local").launched({}) == Launched()
+
+
+@pytest.mark.ray
+def test_ray_that_ends_in_mid_run(tmp_path: Path) -> None:
+    with Session(cpus=1, object_store=STORE) as session, ResourcePool(1) as pool:
+        group = WorkerGroup(pool, Probe, name="probe", logs=tmp_path)
+        call = group.slow(600)
+        ours = [process for process in descendants() if str(session.folder) in command(process)]
+        next(process for process in ours if "raylet_socket_name" in command(process)).kill()
+        with pytest.raises(WorkerLost, match=r"worker 0 .* died in 'slow': Ray (itself has ended|has lost touch)"):
+            call.result()
+        until(lambda: not session.alive)
+    assert not session.folder.exists()
+    assert gone([process.pid for process in ours])

@@ -69,9 +69,7 @@ def measure_of(name: str, played: Sequence[Sequence[Outcome]], prices: Sequence[
         )
     unread = [index for index, scan in enumerate(scans, 1) if name not in scan]
     if name not in {*NAMES, *rewards} and unread:
-        raise UserError(
-            f"--on {name}: evaluation {unread[0]} of {len(scans)} was not scanned; run `agentrl scan` on it"
-        )
+        raise UserError(f"--on {name}: evaluation {unread[0]} of {len(scans)} was not scanned: run `agentrl scan`")
     if name == COST:
         for index, (outcomes, known_prices) in enumerate(zip(played, prices, strict=True)):
             if not known_prices or not any(one.usage for one in outcomes):

@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from agentrl.chat.base import PartialTurn, Said
 from agentrl.plugins.types import Content, Json, Message
+
+if TYPE_CHECKING:
+    from agentrl.chat.base import PartialTurn, Said
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +124,7 @@ class Feed:
         self._ids: list[int] = []
         self._news = asyncio.Event()
 
-    def begin(self, completion_id: str, prompt_tokens: int, turn: PartialTurn) -> None:
+    def begin(self, completion_id: str, prompt_tokens: int, turn: "PartialTurn") -> None:
         """Note what is being sampled. turn: reads it."""
         self.completion_id, self.prompt_tokens, self._turn = completion_id, prompt_tokens, turn
 
@@ -143,7 +145,7 @@ class Feed:
         except TimeoutError:
             return
 
-    def take(self) -> list[Said]:
+    def take(self) -> "list[Said]":
         """What has become certain."""
         self._news.clear()
         ids, self._ids = self._ids, []

@@ -211,11 +211,11 @@ class _Contract:
         return json.dumps([[m["role"], m["content"]] for m in map(stored, messages)], default=str)
 
     async def check_plays(self, gold: Agent | None, wrong: Agent, sessions: int) -> None:
+        best = [] if gold is None else [await self.play(task, gold, "gold") for task in self.played]
         worst = [await self.play(task, wrong, "wrong") for task in self.played]
         if gold is None:
             await self.check_together(wrong, wrong, worst, worst, sessions)
             return
-        best = [await self.play(task, gold, "gold") for task in self.played]
         for good, bad in zip(best, worst, strict=True):
             task, how = good.task, f"its rewards were {dict(good.rewards)}"
             require(self.env.solved(good.rewards, task), f"{self.what}: task {task.id}: gold is not `solved`; {how}")

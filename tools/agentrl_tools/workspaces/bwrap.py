@@ -6,6 +6,7 @@ all speak to this process over sockets; what a program prints comes through pipe
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -359,7 +360,9 @@ class BwrapWorkspace(Workspace):
         call, name = await self._ask({"op": "snapshot", "name": own}, ())
         try:
             await self._ended(call, name, _CALL_SECONDS)
-        except PathError as error:  # of this machine's disk
+        except PathError as error:
+            if call.errno == errno.ELOOP:  # what the program made, and not this machine's disk
+                raise
             raise WorkspaceError(f"workspace {self.id}: a snapshot cannot be kept: {error}") from None
         return self._provider.keep(Snapshot(self._provider.name, "+".join((own, *self.layers))))
 
@@ -471,7 +474,7 @@ class _Call:
     """One request to a keeper."""
 
     def __init__(self, end: "asyncio.Future[None]") -> None:
-        self.end, self.code, self.stopped = end, 0, ""
+        self.end, self.code, self.errno, self.stopped = end, 0, 0, ""
         self.fds: list[int] = []
         self.handed = asyncio.Event()
 
@@ -485,6 +488,7 @@ class _Call:
         if said["event"] == "broken":
             self.lose(f"workspace {workspace}: {said['error']}")
         elif "error" in said and isinstance(said["error"], dict):
+            self.errno = int(said["error"].get("errno") or 0)
             self.end.set_exception(PathError(str(said["error"]["text"])))
         else:
             self.end.set_result(None)

@@ -5,6 +5,7 @@ import base64
 import json
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -168,6 +169,22 @@ async def test_a_timeout_is_told_and_the_next_call_works(service: Service, kills
         assert "NameError" in ((await session.run("x")).error or "")
         assert (await session.run("1 + 1")).value == "2"
     assert "/contexts/c0/restart" in service.seen
+
+
+async def test_a_timeout_is_told_though_the_client_swallows_it(
+    service: Service, kills: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from e2b_code_interpreter import AsyncSandbox
+
+    async def swallow(self: Any, code: str, **options: Any) -> None:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+    async with make_sandbox("e2b").session() as session:
+        with monkeypatch.context() as patch:
+            patch.setattr(AsyncSandbox, "run_code", swallow)
+            assert (await session.run("1", seconds=0.1)).stop is Stop.WALL
+        assert (await session.run("1 + 1")).value == "2"
 
 
 async def test_a_cancelled_call_leaves_an_interpreter_that_works(service: Service, kills: list[str]) -> None:

@@ -96,8 +96,10 @@ class E2bSession(SandboxSession):
             stop: Stop | None = None
             self._dirty = True  # until the code has ended
             try:
-                async with asyncio.timeout(allowed):
+                async with asyncio.timeout(allowed) as timer:
                     await _translated("run code", self._run(code, heard, allowed))
+                if timer.expired():  # the SDK's HTTP client loses a cancellation now and then
+                    raise TimeoutError
                 self._dirty = False
             except TimeoutError:
                 stop = Stop.WALL

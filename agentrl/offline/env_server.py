@@ -35,7 +35,7 @@ from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.talk import PATIENCE
 from agentrl.rollout.workspaces import workspaces_of
 from agentrl.testing.agent import TextEngine, without_token_limits
-from agentrl.weights.addresses import url_of
+from agentrl.weights.addresses import is_loopback, url_of
 
 MESSAGE_BYTES = 1 << 20
 """The most bytes of one message of a client."""
@@ -452,6 +452,8 @@ async def serve_environment(
 
     key: what clients must send; empty: nothing. sessions: at once. idle: seconds of silence after which one ends. say:
     told where it answers, once it does."""
+    if not key and not is_loopback(host):
+        raise UserError(f"--key: on {host} anybody could play; give a key, or leave --key out and one is made")
     if recipe.rewards.model is not None:
         raise UserError("rewards.model: a reward model is not served; leave it out with rewards.model=null")
     async with AsyncExitStack() as stack:

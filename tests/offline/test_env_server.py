@@ -175,6 +175,11 @@ async def test_who_may_ask() -> None:
                 assert answer.status == 403
 
 
+async def test_other_addresses_than_loopback_want_a_key() -> None:
+    with pytest.raises(UserError, match=r"^--key: on 0\.0\.0\.0 anybody could play"):
+        await serve_environment(game(), "0.0.0.0", free_port(), "", 4, 60.0, print)
+
+
 class Faulty(Environment):
     """Does in `execute` what it is told to."""
 

@@ -149,6 +149,8 @@ class Process:
 class E2bWorkspace(ScriptedWorkspace):
     """provider: whose it is. sandbox: of the SDK. origin: what it was opened from."""
 
+    service = "the service e2b"
+
     def __init__(
         self, provider: Owner, sandbox: "AsyncSandbox", name: str, spec: WorkspaceSpec, origin: Origin
     ) -> None:

@@ -332,6 +332,8 @@ printf '%s ' "$state"; tail -c "+$(($2 + 1))" "$1/out" | head -c "$3" | base64
 class HarborWorkspace(ScriptedWorkspace):
     """provider: whose it is. kept: the snapshot that it is opened from."""
 
+    service = "Harbor's environment"
+
     def __init__(self, provider: HarborProvider, name: str, spec: WorkspaceSpec, kept: _Kept | None) -> None:
         super().__init__(name, spec, provider.deadline)
         self._provider, self._kept = provider, kept

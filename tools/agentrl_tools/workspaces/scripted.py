@@ -8,7 +8,7 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl.workspace.provider import WorkspaceSpec
 from agentrl.workspace.workspace import (
@@ -164,6 +164,9 @@ class Entry:
 class ScriptedWorkspace(Workspace):
     """name: its id. spec: what it was opened with. deadline: seconds of an ordinary call."""
 
+    service: ClassVar[str]
+    """Who runs it, for errors."""
+
     def __init__(self, name: str, spec: WorkspaceSpec, deadline: float) -> None:
         self.id = name
         self._spec, self._deadline = spec, deadline
@@ -239,10 +242,10 @@ class ScriptedWorkspace(Workspace):
             raise WorkspaceError(f"workspace {self.id}: {self._why}")
 
     def failed(self, what: str, error: BaseException) -> WorkspaceError:
-        """The error for what the SDK raised."""
+        """The error for what was raised there."""
         self._check()
         line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        return WorkspaceError(f"workspace {self.id}: the service e2b failed to {what}: {line}")
+        return WorkspaceError(f"workspace {self.id}: {self.service} failed to {what}: {line}")
 
     def _patience(self, size: int) -> float:
         """Seconds that files of a size may take."""

@@ -556,7 +556,7 @@ def conversations(record: Mapping[str, Json]) -> list[Told]:
     shown: dict[int, int] = {}  # segment -> the conversation that shows it
     found: list[Told] = []
     for number, leaf in enumerate(leaves, 1):
-        path = _path(leaf, parents)
+        path = path_to(leaf, parents)
         new = [index for index in path if index not in shown]
         before = path[: len(path) - len(new)]
         heading = f"conversation {number} of {len(leaves)}" if len(leaves) > 1 else ""
@@ -569,7 +569,8 @@ def conversations(record: Mapping[str, Json]) -> list[Told]:
     return found
 
 
-def _path(index: int, parents: Sequence[int]) -> list[int]:
+def path_to(index: int, parents: Sequence[int]) -> list[int]:
+    """The segments that lead to one, from the root, and itself; none to -1."""
     found = []
     while index >= 0:
         found.append(index)

@@ -102,6 +102,7 @@ def frozen(run: RunStore, ranges: Ranges, why: Why | None) -> Json:
         "samples": samples,
         "images": images,
         "evaluations": run.evaluations(),
+        "notes": {name: said for name, said in run.notes().items() if name in kept},
         "why": reasons,
     }
     about = {"runs": [run.name], "ranges": {name: list(bounds) for name, bounds in ranges.items()}}
@@ -239,9 +240,12 @@ def _of_rows(facts: Json, rows: Sequence[int], without: Iterable[int]) -> Json:
         return facts
     rows = [row for row in rows if row not in set(without)]
     tasks = {column(facts, "task")[row] for row in rows}
-    columns = {
-        key: [values[row] for row in rows] if isinstance(values, list) else values for key, values in facts.items()
-    }
+
+    def kept(values: Json) -> Json:
+        return [values[row] for row in rows] if isinstance(values, list) else values
+
+    columns = {key: kept(values) for key, values in facts.items()}
+    columns["parts"] = {name: kept(values) for name, values in facts["parts"].items()}
     return columns | {"at": rows, "tasks": {task: facts["tasks"].get(task, {}) for task in tasks}}
 
 

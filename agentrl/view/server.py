@@ -2,8 +2,8 @@
 
 Who may read it: what is asked of a run carries a random token, which the printed address holds behind its #. So no
 other server is sent it, as those of other ports would be sent a cookie. Requests by a name that somebody else lets
-point here are refused. What is served are the page's own files, by name from a fixed table, and what `RunStore` reads;
-no path comes from a request.
+point here are refused, and bodies of another origin's pages. What is served are the page's own files, by name from a
+fixed table, and what `RunStore` reads; no path comes from a request. What is written are notes alone.
 """
 
 import asyncio
@@ -43,6 +43,7 @@ HEADER = "X-Agentrl-Token"
 """Of requests for what is stored."""
 _MOST_FILES = 64  # whose index one request may ask for
 _MOST_TEXT = 500  # characters that are searched for
+_MOST_BODY = 16 << 20  # bytes: a selection of a million samples
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,14 @@ class Shown:
 
 def make_app(shown: Shown) -> web.Application:
     """The application; see the module."""
-    app = web.Application(middlewares=[_guard(shown.token)])
+    app = web.Application(middlewares=[_guard(shown.token)], client_max_size=_MOST_BODY)
     app.router.add_get("/", _page)
     for name in (*MODULES, "style.css"):
         app.router.add_get(f"/{name}", _page)
     for name, answer in _ANSWERS.items():
         app.router.add_get(f"/api/{name}", _api(shown, answer))
+    for name, answer_to in _POSTED.items():
+        app.router.add_post(f"/api/{name}", _posted(shown, answer_to))
     return app
 
 
@@ -120,6 +123,51 @@ def _api(
     return handle
 
 
+def _posted(
+    shown: Shown, answer: Callable[[Shown, Mapping[str, Json]], tuple[str, bytes]]
+) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Answers a body of JSON, of a page of this origin alone."""
+
+    async def handle(request: web.Request) -> web.Response:
+        origin = request.headers.get("Origin")
+        if origin is not None and origin != f"http://{request.host}":
+            return _refused("another page may not write here")
+        if request.content_type != "application/json":
+            return _refused("the body must be JSON")
+        data = await request.read()
+        try:
+            kind, body = await asyncio.to_thread(lambda: answer(shown, _object(data)))
+            return web.Response(body=body, content_type=kind)
+        except (UserError, ValueError, OSError, RecursionError) as error:
+            return web.json_response({"error": " ".join(str(error).split())[:1000]}, status=422)
+
+    return handle
+
+
+def _object(data: bytes) -> Mapping[str, Json]:
+    found = json.loads(data)
+    if not isinstance(found, dict):
+        raise UserError("the body must be a JSON object")
+    return found
+
+
+def _note(shown: Shown, body: Mapping[str, Json]) -> tuple[str, bytes]:
+    run = body.get("run")
+    if type(run) is not int or not 0 <= run < len(shown.runs):
+        raise UserError("no such run")
+    return "application/json", json.dumps(shown.runs[run].write_note(body)).encode()
+
+
+def _selection(shown: Shown, body: Mapping[str, Json]) -> tuple[str, bytes]:
+    from agentrl.view.selection import FORMATS, chosen
+
+    ending = body.get("as")
+    if not isinstance(ending, str) or ending not in FORMATS:
+        raise UserError(f"as: expected one of {', '.join(FORMATS)}")
+    kind, made = FORMATS[ending]
+    return kind, made(chosen(shown.runs, body.get("samples")), body.get("columns", []))
+
+
 def about(shown: Shown, query: Mapping[str, str]) -> Json:
     """What does not change while the page is open."""
     ranges = {name: list(bounds) for name, bounds in shown.ranges().items()}
@@ -168,8 +216,15 @@ _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "sample": lambda shown, query: _run(shown, query).sample(query.get("file", ""), _whole(query, "row")),
     "search": lambda shown, query: _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query)),
     "spans": lambda shown, query: _run(shown, query).spans(query.get("file", "")),
+    "notes": lambda shown, query: _run(shown, query).notes(),
     "evaluations": lambda shown, query: _run(shown, query).evaluations(),
     "why": _why,
+}
+
+
+_POSTED: dict[str, Callable[[Shown, Mapping[str, Json]], tuple[str, bytes]]] = {
+    "note": _note,
+    "selection": _selection,
 }
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ _RECIPES = re.compile(r"recipe(?:\.resumed_(\d+))?\.yaml")
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _MOST_LINES = 16 << 20  # bytes of metrics that one answer holds
 _FIELD = 80  # characters of a value of a task's data by which one can filter
+_PARTS = 64  # reward parts by which one can filter
 _PREVIEW = 200  # characters of a prompt in the table
 
 
@@ -79,6 +81,7 @@ class RunStore:
             "stored": len(files),
             "recipes": self._recipes(),
             "checkpoints": self._checkpoints(),
+            "notes": _version(self.folder / "notes.jsonl"),
             "others": [
                 name for name in ("report.html", "error.log", "evaluation.json") if (self.folder / name).is_file()
             ],
@@ -193,6 +196,38 @@ class RunStore:
         """File -> the rows whose conversations contain a text, upper and lower case alike."""
         paths = self._paths()
         return {name: _search(paths[name], text) for name in names if name in paths}
+
+    def notes(self) -> Json:
+        """What people said of samples: file -> row -> `labels` (label and turn each) and `notes`."""
+        from agentrl.eval.notes import read_notes, rows_of
+
+        said = read_notes(self.folder)
+        found: dict[str, dict[str, Json]] = {}
+        for name, path in self._paths().items() if said else ():
+            try:
+                rows = rows_of(path, said)
+            except UserError:
+                continue  # the page says what is wrong with the file
+            for row, request in rows.items():
+                one = said[request]
+                notes = [
+                    {"id": n.id, "text": n.text, "turn": n.turn, "by": n.by, "at": n.at} for n in one.notes.values()
+                ]
+                found.setdefault(name, {})[str(row)] = {"labels": [list(pair) for pair in one.labels], "notes": notes}
+        return found
+
+    def write_note(self, value: Json) -> Json:
+        """Take a change of notes and labels that a page sends, and return all of them. Raises UserError: it is none, or
+        cannot be written."""
+        import getpass
+        import time
+
+        from agentrl.eval.notes import change_of, write_change
+
+        change = change_of(value)
+        self.path(change.file)
+        write_change(self.folder, replace(change, by=getpass.getuser(), at=time.time()))
+        return self.notes()
 
     def evaluations(self) -> list[Json]:
         """The accuracy of each stored evaluation with its 95 % interval, by split and step."""
@@ -381,17 +416,61 @@ def _index_of_table(path: Path) -> Json:
 
     from agentrl.rollout.trajectory_file import read_table
 
-    nested = ["turns", "tool_uses", "seconds", "segments", "task_data", "advantages"]
+    nested = ["turns", "tool_uses", "seconds", "segments", "task_data", "advantages", "rewards"]
     table = read_table(path, [*_SHORT, *nested])
     found: dict[str, Json] = {name: table[name].to_pylist() for name in _SHORT}
     found["turns"] = pc.list_value_length(table["turns"]).to_pylist()
     found["calls"] = pc.list_value_length(table["tool_uses"]).to_pylist()
+    found |= _tools_of(table["tool_uses"].combine_chunks())
+    found["parts"] = _parts_of(table["rewards"].combine_chunks())
     found["branches"] = pc.list_value_length(table["segments"]).to_pylist()
     for name in ("total", "engine", "tools", "environment", "hooks"):
         found[f"{name}_s"] = _numbers(pc.struct_field(table["seconds"], [name]).to_numpy(), 3)
     found["reward"] = _numbers(table["reward"].to_numpy(), 6)
     found["advantage"] = _advantages(table["advantages"].combine_chunks(), table["sampled_tokens"].to_numpy())
     found["tasks"] = _tasks(zip(found["task"], table["task_data"].to_pylist(), strict=True))
+    return found
+
+
+def _tools_of(uses: Any) -> dict[str, list[str | None]]:
+    """The names of the tools that each sample called, and of those of which a call failed."""
+    import numpy as np
+    import pyarrow.compute as pc
+
+    flat = pc.list_flatten(uses)
+    name, error = (pc.struct_field(flat, [field]) for field in ("name", "error"))
+    codes = pc.fill_null(name, "?").dictionary_encode()
+    names = [name[:_FIELD] for name in codes.dictionary.to_pylist()]
+    pairs = np.stack([pc.list_parent_indices(uses).to_numpy(), codes.indices.to_numpy(zero_copy_only=False)], axis=1)
+    failed = error.is_valid().to_numpy(zero_copy_only=False)
+    return {"tool": _joined(pairs, names, len(uses)), "failed_tool": _joined(pairs[failed], names, len(uses))}
+
+
+def _joined(pairs: Any, names: Sequence[str], count: int) -> list[str | None]:
+    """Of each sample its names as one text. pairs: of sample and number of a name."""
+    import numpy as np
+
+    found: list[str | None] = [None] * count
+    for row, code in np.unique(pairs, axis=0).tolist():
+        found[row] = names[code] if found[row] is None else f"{found[row]} {names[code]}"
+    return found
+
+
+def _parts_of(rewards: Any) -> dict[str, list[float | None]]:
+    """The values of each reward part."""
+    import numpy as np
+    import pyarrow.compute as pc
+
+    flat = pc.list_flatten(rewards)
+    parents = pc.list_parent_indices(rewards).to_numpy()
+    codes = pc.fill_null(pc.struct_field(flat, ["name"]), "?").dictionary_encode()
+    values = pc.struct_field(flat, ["value"]).to_numpy(zero_copy_only=False)
+    found = {}
+    for number, name in enumerate(codes.dictionary.to_pylist()[:_PARTS]):
+        column = np.full(len(rewards), np.nan)
+        own = codes.indices.to_numpy(zero_copy_only=False) == number
+        column[parents[own]] = values[own]
+        found[name] = _packed(_numbers(column, 6))
     return found
 
 
@@ -457,6 +536,14 @@ def _index_of_records(path: Path) -> Json:
     uses = [_list(record.get("tool_uses")) for record in records]
     found["tool_errors"] = [sum(isinstance(u, dict) and u.get("error") is not None for u in one) for one in uses]
     found["calls"] = [len(one) for one in uses]
+    for name, failed in (("tool", False), ("failed_tool", True)):
+        of = [
+            {str(u.get("name")) for u in one if isinstance(u, dict) and (u.get("error") or not failed)} for one in uses
+        ]
+        found[name] = [" ".join(sorted(names)) or None for names in of]
+    rewards = [_mapping(record.get("rewards")) for record in records]
+    parts = dict.fromkeys(part for one in rewards for part in one)
+    found["parts"] = {part: _packed([_number(one.get(part), 6) for one in rewards]) for part in list(parts)[:_PARTS]}
     found["turns"] = [len(_list(record.get("turns"))) for record in records]
     found["branches"] = [len(_list(record.get("segments"))) for record in records]
     for name in ("total", "engine", "tools", "environment", "hooks"):

@@ -61,7 +61,8 @@ def test_a_change_is_undone_by_a_later_one(tmp_path: Path) -> None:
         {"kind": "label", "request": "a", "value": "x" * 41}, {"kind": "label", "request": "a", "value": 3},
         {"kind": "note", "request": "a", "value": " "}, {"kind": "note", "request": "a", "value": "x" * 4001},
         {"kind": "note", "request": "a", "value": "x", "turn": True},
-        {"kind": "note", "request": "a", "value": "x", "turn": -1}, {"kind": "note", "request": "a" * 1001, "value": "x"},
+        {"kind": "note", "request": "a", "value": "x", "turn": -1},
+        {"kind": "note", "request": "a" * 1001, "value": "x"},
     ],
 )  # fmt: skip
 def test_what_is_no_change_is_refused_and_passed_over_where_it_stands(tmp_path: Path, change: object) -> None:

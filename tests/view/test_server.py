@@ -1,17 +1,22 @@
 """The server of the page: who may read what, and the command that starts it."""
 
 import asyncio
+import csv
+import io
+import json
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.parse import urlencode
 
+import pyarrow.parquet as pq
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
-from view_help import run_folder
+from view_help import HOSTILE, run_folder
 from yarl import URL
 
 from agentrl.cli.main import run
+from agentrl.eval.notes import Change, write_change
 from agentrl.view.assets import MODULES
 from agentrl.view.server import _ANSWERS, HEADER, POLICY, Shown, make_app, serve
 from agentrl.view.store import RunStore
@@ -116,6 +121,77 @@ async def test_the_page_is_told_what_it_asks(client: TestClient) -> None:
         ("index?files=" + "%0A".join(["a"] * 65), "more than 64 files"),
     ):
         assert said in (await ask(query))["error"]
+
+
+async def test_notes_are_written_by_the_page_alone_and_told_to_all(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    label = {"run": 0, "kind": "label", "request": "train-10#1", "file": "step_1.parquet", "value": "good"}
+    shown = Shown([RunStore(folder, "run")], token=TOKEN)
+    async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as client:
+        own = str(client.make_url("/"))[:-1]
+        for headers, status in (
+            ({HEADER: "another"}, 403),
+            ({"Origin": "http://attacker.example"}, 403),
+            ({"Origin": own.replace("127.0.0.1", "localhost")}, 403),
+            ({"Content-Type": "text/plain"}, 403),
+            ({"Origin": "null"}, 403),
+            ({"Origin": own}, 200),
+            ({}, 200),
+        ):
+            assert (await client.post("/api/note", json=label, headers=headers)).status == status
+        said = await (
+            await client.post("/api/note", json={**label, "kind": "note", "value": HOSTILE, "turn": 1})
+        ).json()
+        (note,) = said["step_1.parquet"]["1"]["notes"]
+        assert (note["text"], note["turn"]) == (HOSTILE, 1)
+        assert said["step_1.parquet"]["1"]["labels"] == [["good", None]]
+        assert await (await client.get("/api/notes")).json() == said
+        assert (await (await client.get("/api/state")).json())[0]["notes"]
+        for wrong, status in (
+            (b"{", 422), (b"[1]", 422), (b"[" * 100_000, 422), (b'{"run": 7}', 422), (b'{"run": [0]}', 422),
+            (json.dumps({**label, "file": "../recipe.yaml"}).encode(), 422), (b" " * (17 << 20), 413),
+        ):  # fmt: skip
+            sent = await client.post("/api/note", data=wrong, headers={"Content-Type": "application/json"})
+            assert sent.status == status, wrong[:80]
+        assert len((folder / "notes.jsonl").read_text().splitlines()) == 3
+
+
+async def test_a_selection_is_given_as_a_file(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    write_change(folder, Change("label", "test-tree#0", "odd", None, "eval_test_2.parquet"))
+    shown = Shown([RunStore(folder, "=run")], token=TOKEN)
+    samples = [
+        {"run": 0, "file": "eval_test_2.parquet", "rows": [10, 11]},
+        {"run": 0, "file": "step_1.parquet", "rows": [1]},
+    ]
+    names = ["task", "reward", "part.answer", "kind", "label", "data.question", "nothing"]
+
+    async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as client:
+
+        async def ask(**body: object) -> tuple[int, bytes]:
+            answer = await client.post("/api/selection", json={"samples": samples, "columns": names, **body})
+            return answer.status, await answer.read()
+
+        _, data = await ask(**{"as": "parquet"})
+        rows = pq.read_table(io.BytesIO(data)).to_pylist()
+        assert rows[1] == {
+            "run": "=run", "file": "eval_test_2.parquet", "row": 11, "split": "test", "step": 2, "task": "test-tree",
+            "reward": 1.0, "part.answer": 1.0, "kind": "even", "label": "odd", "data.question": "What is test-tree?",
+            "nothing": None,
+        }  # fmt: skip
+        _, data = await ask(**{"as": "csv"})
+        assert [row["task"] for row in csv.DictReader(io.StringIO(data.decode()))] == [r["task"] for r in rows]
+        _, data = await ask(**{"as": "jsonl"})
+        told = [json.loads(line)["messages"] for line in data.splitlines()]
+        assert [one[-1]["content"] for one in told] == [HOSTILE, "left", "right", "#### 1"]
+        for wrong in (
+            {"as": "exe"}, {"as": ["csv"]}, {"as": "csv", "samples": 3}, {"as": "csv", "samples": [3]},
+            {"as": "csv", "columns": [3]}, {"as": "csv", "samples": [{**samples[0], "file": "../recipe.yaml"}]},
+            {"as": "csv", "samples": [{**samples[0], "rows": [99]}]},
+            {"as": "jsonl", "samples": [{**samples[0], "rows": [-1]}]},
+            {"as": "csv", "samples": [{**samples[0], "rows": [True]}]},
+        ):  # fmt: skip
+            assert (await ask(**wrong))[0] == 422, wrong
 
 
 def test_a_port_that_is_taken_and_a_folder_that_holds_no_run_are_one_line(

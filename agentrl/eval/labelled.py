@@ -8,7 +8,7 @@ from agentrl.errors import UserError, nearest
 from agentrl.eval.notes import Notes, read_notes, rows_of
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import shown
-from agentrl.plugins.types import Json, Message
+from agentrl.plugins.types import Json
 from agentrl.rollout.trajectory_file import Record, path_to, read_records, stored_files
 
 _PAIRS = 8  # of one group
@@ -32,7 +32,7 @@ def conversation(record: Record, pictures: Path, unlearned: Collection[int] = ()
         yield {"messages": _weighted([shown(m, pictures) for m in messages], turns, unlearned)}
 
 
-def _weighted(messages: list[Message], turns: list[int], unlearned: Collection[int]) -> list[Message]:
+def _weighted(messages: list[Json], turns: list[int], unlearned: Collection[int]) -> list[Json]:
     """Messages, those of turns that are not learned with a weight of 0. Turns are matched from the end: an opening may
     hold messages of an assistant that were not sampled."""
     said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]

@@ -57,10 +57,15 @@ class Note:
     """A text about a sample or a turn."""
 
     id: str
+    """By which it can be taken away."""
     text: str
+    """As it was written."""
     turn: int | None
+    """The turn of the model; None: the whole sample."""
     by: str
+    """Who wrote it."""
     at: float
+    """When, in seconds since 1970."""
 
 
 @dataclass(slots=True)
@@ -108,7 +113,7 @@ def change_of(value: Json) -> Change:
 
 
 def write_change(folder: Path, change: Change) -> str:
-    """Append a change to the notes of a run folder; returns the id of its line. Raises UserError: it cannot be written."""
+    """Append a change to the notes of a run folder, and return the id of its line. Raises UserError: it cannot be."""
     path = folder / NOTES
     key = os.urandom(6).hex()
     told = {name: getattr(change, name) for name in Change.__slots__ if getattr(change, name) is not None}

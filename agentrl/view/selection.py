@@ -20,8 +20,11 @@ class Chosen:
     """Samples of one file of trajectories."""
 
     run: RunStore
+    """Of this run."""
     file: str
+    """The file's name."""
     rows: Sequence[int]
+    """Which of its samples."""
 
 
 def chosen(runs: Sequence[RunStore], value: Json) -> list[Chosen]:

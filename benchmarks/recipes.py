@@ -4,8 +4,8 @@
     python benchmarks/recipes.py --only text_game --seeds 0,1,2
     python benchmarks/recipes.py --write                  writes docs/reference/recipes_measured.md
 
-A recipe with an `sft` section is warm-started by it first, as its first lines say. Each run is a process of its own
-with one thread. Runs stay in `--folder`, and one that is there already is not made again.
+A recipe with an `sft` section and no `start` is warm-started by `agentrl sft` first, as its first lines say. Each run
+is a process of its own with one thread. Runs stay in `--folder`, and one that is there already is not made again.
 """
 
 import argparse
@@ -20,27 +20,29 @@ from pathlib import Path
 from statistics import fmean
 from time import monotonic
 
+from agentrl import Recipe
+
 RECIPES = (
     "gsm8k_tool", "gsm8k_ppo", "agent_openai", "text_game", "compact", "sub_agents", "search_qa", "user_sim",
-    "code_tool", "vision_game",
+    "code_tool", "vision_game", "terminal",
 )  # fmt: skip
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recipes_measured.md"
 HEAD = """# What the recipes come to
 
 Held-out accuracy of every recipe that needs no GPU: of the model that it starts from (after the warm start, where the
-recipe has one) and of the last step; minutes of the warm start and of the training, evaluations included. Made by
+recipe has one) and of the last step; minutes, with the warm start and evaluations. Made by
 `python benchmarks/recipes.py --write`, one thread a run, on {machine}.
 
-| recipe | seeds | warm start | before | after | training |
-|---|---|---|---|---|---|
+| recipe | seeds | before | after | minutes |
+|---|---|---|---|---|
 """
 
 
-def timed(*arguments: str) -> float:
-    """The minutes that an `agentrl` command takes. Ends the benchmark where it fails."""
+def timed(*arguments: str, cache: Path) -> float:
+    """The minutes that an `agentrl` command takes. cache: keeps what is taught. Ends the benchmark where it fails."""
     begin = monotonic()
     command = [sys.executable, "-m", "agentrl.cli.main", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
         raise SystemExit(f"agentrl {' '.join(arguments)}: {done.stderr[-2000:]}")
@@ -64,15 +66,16 @@ def measured(name: str, seed: int, folder: Path) -> dict[str, object]:
     run = folder / f"{name}_{seed}"
     done = run.with_suffix(".json")
     if not done.exists():
-        recipe, minutes, model = f"recipes/{name}.yaml", 0.0, list[str]()
-        start = folder / f"{name}_{seed}_start"
-        for left in (run, start, Path(f"{start}_run")):  # of a benchmark that was cut off
+        path, minutes, given = f"recipes/{name}.yaml", 0.0, [f"train.seed={seed}"]
+        start, cache = folder / f"{name}_{seed}_start", (folder / f"{name}_{seed}_cache").resolve()
+        for left in (run, start, Path(f"{start}_run"), cache):  # of a benchmark that was cut off
             shutil.rmtree(left, ignore_errors=True)
-        if "\nsft:" in Path(recipe).read_text():
-            minutes = timed("sft", recipe, f"train.seed={seed}", "--out", str(start), f"output={start}_run")
-            model = [f"model.path={start}"]
-        took = timed("train", recipe, f"train.seed={seed}", f"output={run}", *model)
-        done.write_text(json.dumps({"warm_start": minutes, "training": took}))
+        recipe = Recipe.load(path)
+        if recipe.sft is not None and recipe.start is None:
+            minutes = timed("sft", path, *given, "--out", str(start), f"output={start}_run", cache=cache)
+            given.append(f"model.path={start}")
+        minutes += timed("train", path, f"output={run}", *given, cache=cache)
+        done.write_text(json.dumps({"minutes": minutes}))
     return {**json.loads(done.read_text()), "accuracy": accuracies(run)}
 
 
@@ -88,9 +91,8 @@ def row(name: str, found: Sequence[dict[str, object]]) -> str:
             parts.append(f"{split} " + ", ".join(f"{100 * value:.1f}" for value in values) + " %")
         return "; ".join(parts)
 
-    warm, training = (fmean(one[key] for one in found) for key in ("warm_start", "training"))  # type: ignore[misc]
-    before = f"{warm:.1f} min" if warm else "-"
-    return f"| `{name}.yaml` | {len(found)} | {before} | {share(0)} | {share(1)} | {training:.1f} min |"
+    minutes = fmean(one["minutes"] for one in found)  # type: ignore[misc]
+    return f"| `{name}.yaml` | {len(found)} | {share(0)} | {share(1)} | {minutes:.1f} |"
 
 
 def main() -> None:

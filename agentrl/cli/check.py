@@ -174,10 +174,11 @@ def _show_start(out: "Console", recipe: "Recipe") -> None:
 
     place, section = place_of(recipe), stage_recipe(recipe).sft
     assert section is not None
-    _title(out, f"start: {recipe.start}")
+    _title(out, f"start: {recipe.start}" + (", of a new model (sft.new_model)" if recipe.new_model is not None else ""))
     for stage in section.stages:
         length = f"{stage.steps} steps" if stage.steps else f"{stage.epochs:g} epochs"
-        rate = f"lr {stage.lr or RATES[size_of(recipe)]:g}"
+        size = "new_model" if recipe.new_model is not None else size_of(recipe)
+        rate = f"lr {stage.lr or RATES[size]:g}"
         optimizer = "AdamW" if stage.muon_lr is None else f"Muon at {stage.muon_lr:g} and AdamW"
         out.print(f"{length} of {stage.batch} conversations, {optimizer}, {rate}", highlight=False)
     told = "taught already: a run begins with" if kept(place) else "taught before the first step, and kept in"
@@ -189,7 +190,7 @@ def _plan(recipe: "Recipe", fetch: bool) -> "MemoryPlan | None":
     machine."""
     from agentrl.models.memory import plan_memory
 
-    plan = plan_memory(recipe)
+    plan = plan_memory(recipe) if recipe.new_model is None else None
     if plan is None and fetch and _fetched(recipe):
         plan = plan_memory(recipe)
     return plan
@@ -199,8 +200,11 @@ def _show_memory(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") ->
     from agentrl.models.memory import plan_pools
 
     computed = ", computed in bfloat16" if recipe.model.mixed else ""
-    _title(out, f"memory of the trainer ({recipe.model.path}, {recipe.model.dtype}{computed})")
-    if plan is None:
+    named = "a new model" if recipe.new_model is not None else recipe.model.path
+    _title(out, f"memory of the trainer ({named}, {recipe.model.dtype}{computed})")
+    if recipe.new_model is not None:
+        out.print("(unknown before sft.new_model is made)", style="dim")
+    elif plan is None:
         out.print("(unknown: the model's configuration is not on this machine)", style="dim")
     else:
         trained = "" if plan.trained is None else f", of which {plan.trained / 1e6:,.2f} M are trained (LoRA)"

@@ -42,7 +42,7 @@ def _sft(path: str | None, given: list[str], out: str | None, resume: str | None
         return resume_sft(resume, overrides=given, output=out).interrupted
     if path is None:
         raise UserError("sft needs a recipe, such as tiny_warmstart (see `agentrl recipes`), or --resume RUN")
-    recipe = Recipe.load(path, given)  # before anything heavy is imported
+    recipe = Recipe.load(path, given).changed(start=None)  # before anything heavy is imported
     from agentrl.fine_tuning.run import sft
 
     return sft(recipe, out).interrupted

@@ -18,6 +18,7 @@ from agentrl.models.load import resolve
 from agentrl.plugins.registry import load, make_environment, tasks_of
 from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.sft import SftSection, SftStage
 from agentrl.recipe.sections.track import ProfileSection
 from agentrl.rollout.hooks import opening_of
@@ -53,6 +54,11 @@ def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:
 def stage_recipe(recipe: Recipe) -> Recipe:
     """The recipe by which `agentrl sft` teaches a recipe's `start`. Raises UserError."""
     assert recipe.start is not None
+    if recipe.new_model is not None and recipe.model.path != ModelSection().path:
+        raise UserError(
+            f"model.path: {recipe.model.path} is not used, since start teaches the model that sft.new_model makes; "
+            "to train yours add start=null, to teach it first add sft.new_model=null"
+        )
     section = recipe.sft or SftSection(stages=stages_for(recipe))
     if recipe.start.run is not None:
         if not is_stored(recipe.start.run):
@@ -90,7 +96,11 @@ def digest(value: Json) -> str:
 
 
 def _weights(recipe: Recipe) -> Iterator[Json]:
-    """What tells the model from another: its files, or the revision of the hub that is here."""
+    """What tells the model from another: its files, or the revision of the hub that is here; of a model that is made,
+    its template."""
+    if recipe.new_model is not None:
+        yield file_digest(Path(recipe.new_model.chat_template))
+        return
     folder = Path(resolve(recipe.model.path))
     if folder.is_dir():
         yield _files(folder)

@@ -139,8 +139,9 @@ def _keep(place: Path) -> Taught:
 
 
 def _before(recipe: Recipe, place: Path, display: Display) -> Mapping[str, Accuracy]:
-    """Held-out accuracy of the model that is taught, by split: measured once for the settings of the evaluation."""
-    if not recipe.eval.before:
+    """Held-out accuracy of the model that is taught, by split: measured once for the settings of the evaluation. A
+    model that is made has none."""
+    if not recipe.eval.before or recipe.new_model is not None:
         return {}
     file = place / f"before-{digest([recipe.written()[key] for key in MEASURED])}.json"
     if not file.is_file():

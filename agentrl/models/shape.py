@@ -134,7 +134,8 @@ def expected_context(recipe: Recipe) -> int | None:
         return None
     given = {**recipe.engine.args, **(flags if isinstance(flags, Mapping) else {})}
     own = [value for name in _OF_ENGINE if isinstance(value := given.get(name), int) and value > 0]
-    return min([context_of(config), *own])
+    made = recipe.new_model
+    return min([context_of(config) if made is None else made.config["max_position_embeddings"], *own])
 
 
 def short_context(recipe: Recipe, context: int) -> str | None:

@@ -30,7 +30,7 @@ from agentrl.recipe.sections.eval import EvalSection
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import EngineSection, RolloutSection
 from agentrl.recipe.sections.section import Section, named
-from agentrl.recipe.sections.sft import RewardModelSection, SftSection
+from agentrl.recipe.sections.sft import NewModel, RewardModelSection, SftSection
 from agentrl.recipe.sections.start import StartSection, started
 from agentrl.recipe.sections.track import ProfileSection, TrackSection
 from agentrl.recipe.sections.train import TrainSection
@@ -117,6 +117,11 @@ class Recipe(Section):
         }
         return [role for role, needed in used.items() if needed]
 
+    @property
+    def new_model(self) -> NewModel | None:
+        """The model that `start` makes from nothing and teaches; None: it teaches `model.path`, or there is none."""
+        return self.sft.new_model if self.start is not None and self.sft is not None else None
+
     @model_validator(mode="after")
     def _combinations(self) -> "Recipe":
         if twice := {t.name for t in self.tools if self.tools.count(t) > 1}:
@@ -129,9 +134,11 @@ class Recipe(Section):
                 "follow the policy: leave out one of the two"
             )
         self._check_cluster()
-        if self.start is not None and self.sft is not None and (self.sft.new_model or self.sft.source):
-            key = "new_model" if self.sft.new_model else "source"
-            raise ValueError(f"sft.{key} has no effect beside start, which teaches model.path: leave out one of them")
+        if self.start is not None and self.sft is not None:
+            if self.sft.source:
+                raise ValueError("sft.source has no effect beside start, which says what is taught: leave out one")
+            if self.sft.new_model and self.start.source is not None:
+                raise ValueError("sft.new_model learns its tokenizer from demonstrations: set start: demonstrations")
         most = self.train.steps if self.data.epochs is None else max(self.profile.steps, default=0)
         if never := [step for step in self.profile.steps if not 1 <= step <= most]:
             raise ValueError(f"profile.steps: there is no step {never[0]}; train.steps is {self.train.steps}")

@@ -233,7 +233,7 @@ def make_player(start: Start) -> tuple[Recipe, Player]:
     display.phase("loading")
     initial, trained_elsewhere = with_initial_model(recipe, saved), recipe.cluster.used
     named, path = initial, None
-    if recipe.model.lora is None and (saved is not None or start.written is not None):
+    if recipe.model.lora is None and recipe.new_model is None and (saved is not None or start.written is not None):
         named, path = start.written or recipe, initial.model.path  # by the model's name its chat is known
     player = start.interrupts.run(
         lambda: Player.build(

@@ -1,12 +1,10 @@
 """The recipes of other people's environments, from the warm start to the last step: a few, and by hand all of them."""
 
 import pytest
-from cli_help import quiet
 from paths import RECIPES
 from train_help import metrics
 
 import agentrl
-from agentrl.fine_tuning.run import sft
 from agentrl.recipe.load import load_recipe
 from agentrl.training.run import TrainResult
 
@@ -16,11 +14,14 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # what is taught is kept there
+
+
 def trained(name: str, venv: str, folder, *changes: str) -> TrainResult:
-    keys = [f"env.args.python={venv}/bin/python", *changes]
-    path = str(RECIPES / f"{name}.yaml")
-    start = sft(load_recipe(path, [*keys, f"output={folder / 'sft'}"]), str(folder / "start"), console=quiet())
-    return agentrl.train(load_recipe(path, [*keys, f"model.path={start.folder}", f"output={folder / 'run'}"]))
+    keys = [f"env.args.python={venv}/bin/python", f"output={folder / 'run'}", *changes]
+    return agentrl.train(load_recipe(str(RECIPES / f"{name}.yaml"), keys))
 
 
 @pytest.mark.slow

@@ -4,12 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_help import quiet
 from paths import RECIPES
 from train_help import metrics, records, steady
 
 import agentrl
-from agentrl.fine_tuning.run import sft
 from agentrl.recipe.load import load_recipe
 from agentrl.training.run import resume_run
 
@@ -23,17 +21,17 @@ SHORT = [
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("bubblewrap")
-def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path: Path) -> None:
-    start = sft(load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'sft'}"]), str(tmp_path / "start"), console=quiet())
-    recipe = load_recipe(RECIPE, [*SHORT, f"model.path={start.folder}", f"output={tmp_path / 'run'}"])
-    result = agentrl.train(recipe)
+def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = agentrl.train(load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'run'}"]))
+    assert not result.untaught, "nothing is known of a model before it is made"
     assert set(result.after) == {"test"}
     assert [row["step"] for row in metrics(result.folder)] == [0, 1, 2]
     played = records(result.folder, "step_2")
     assert len(played) == 8
     assert all(t["failure"] is None for t in played)
     assert all(t["rewards"]["passed"] <= t["rewards"]["fraction"] for t in played)
-    half = [*SHORT, f"model.path={start.folder}", f"output={tmp_path / 'half'}", "train.steps=1", "train.save_every=1"]
+    half = [*SHORT, f"output={tmp_path / 'half'}", "train.steps=1", "train.save_every=1"]
     stopped = agentrl.train(load_recipe(RECIPE, half))
     resumed = resume_run(str(stopped.folder), overrides=["train.steps=2"])
     assert steady(metrics(resumed.folder)[-1]) == steady(metrics(result.folder)[-1])
@@ -42,5 +40,5 @@ def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path: Path) ->
 
 def test_the_recipes_comment_gives_commands_that_it_obeys() -> None:
     commands = re.findall(r"^#  +agentrl (\w+) (\S+)", RECIPE.read_text(), re.M)
-    assert commands == [("sft", "recipes/terminal.yaml"), ("train", "recipes/terminal.yaml")]
-    assert load_recipe(RECIPE).sft is not None
+    assert commands == [("train", "recipes/terminal.yaml")]
+    assert load_recipe(RECIPE).new_model is not None

@@ -7,13 +7,11 @@ from random import Random
 
 import pytest
 from agentrl_envs.text_game.environment import TextGame
-from cli_help import quiet
 from fakes import TASK, call, make_driver
 from paths import RECIPES
 from train_help import metrics, records
 
 import agentrl
-from agentrl.fine_tuning.run import sft
 from agentrl.plugins.types import Task
 from agentrl.recipe.load import load_recipe
 from agentrl.testing import call as line
@@ -144,10 +142,9 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path):
-    start = sft(load_recipe(RECIPE, [*SMALL, f"output={tmp_path / 'sft'}"]), str(tmp_path / "start"), console=quiet())
-    recipe = load_recipe(RECIPE, [*SMALL, f"model.path={start.folder}", f"output={tmp_path / 'run'}"])
-    result = agentrl.train(recipe)
+def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    result = agentrl.train(load_recipe(RECIPE, [*SMALL, f"output={tmp_path / 'run'}"]))
     assert set(result.before) == set(result.after) == {"test", "large"}
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
@@ -164,7 +161,5 @@ def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path):
 def test_the_recipes_comment_gives_commands_that_it_obeys():
     text = Path(RECIPE).read_text()
     commands = re.findall(r"^#  +agentrl (\w+) (\S+)", text, re.M)
-    assert [(verb, path) for verb, path in commands] == [
-        ("sft", "recipes/text_game.yaml"), ("train", "recipes/text_game.yaml"),
-    ]  # fmt: skip
-    assert load_recipe(RECIPE).sft is not None
+    assert commands == [("train", "recipes/text_game.yaml")]
+    assert load_recipe(RECIPE).new_model is not None

@@ -227,6 +227,20 @@ def test_a_mistake_is_one_line(given: str, words: str, capsys: pytest.CaptureFix
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_a_model_that_is_made_takes_the_place_of_any_that_is_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(ROOT / "recipes" / "text_game.yaml")
+    assert "model.path: tiny_vision is not used" in refused(capsys, command, path, "model.path=tiny_vision")
+    wrong = "sft.new_model learns its tokenizer from demonstrations"
+    assert wrong in refused(capsys, command, path, "start={conversations: mine.jsonl}")
+    assert main.run(["check", path]) == 0
+    told = capsys.readouterr().out
+    assert "start: demonstrations (clean), of a new model (sft.new_model)" in told
+    assert "memory of the trainer (a new model, float32)" in told
+
+
 @pytest.mark.parametrize("wrong", ["raise SystemExit(3)", "await asyncio.sleep(60)"])
 def test_an_environment_that_exits_or_hangs_in_its_opening_is_one_line_and_released(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

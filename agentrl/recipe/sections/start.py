@@ -11,7 +11,8 @@ class StartSection(Section):
     section `sft` where there is one, else what suits the model's size. `start: demonstrations` is short."""
 
     demonstrations: bool | str = False
-    """The environment's demonstrations, true or the name of a style."""
+    """The environment's demonstrations, true or the name of a style. With `sft.new_model`, a model that is made from
+    nothing learns them, in place of `model.path`."""
     conversations: str | None = None
     """Conversations, as in sft.source: a .jsonl or .parquet file, a folder of them, a hub name, module:function."""
     run: str | None = None

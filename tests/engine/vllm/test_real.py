@@ -218,7 +218,7 @@ async def test_adapters_sample_as_merged_weights_do(vllm_url: str) -> None:
         await remote.health()
         member = remote.fleet.pool.up[0]
         under_way = asyncio.create_task(remote.generate(ids[0], Sampling(300, temperature=0.0), "long"))
-        await eventually(lambda: member.calls)
+        await eventually(lambda: member.calls or under_way.done())  # done: it failed, which is told below
         old = copy.deepcopy(model)
         for step in (1, 2, 3):
             stir(model, step)

@@ -24,8 +24,8 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.journal import Journal
 from agentrl.trajectory import FinishReason, Group, Learned, ToolUse, Trajectory, Turn
+from agentrl.view.catalog import Catalog
 from agentrl.view.server import Shown, serve
-from agentrl.view.store import RunStore
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from browser import Browser
@@ -108,7 +108,7 @@ def served(folder: Path) -> str:
         told.set()
 
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    SERVERS.append(asyncio.run_coroutine_threadsafe(serve(Shown([RunStore(folder, "run")]), 0, tell), loop))
+    SERVERS.append(asyncio.run_coroutine_threadsafe(serve(Shown(Catalog([folder])), 0, tell), loop))
     told.wait()
     return addresses[0]
 

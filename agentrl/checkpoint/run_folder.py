@@ -19,6 +19,8 @@ from agentrl.plugins.types import Json
 RECIPE, METRICS, TRAJECTORIES, CHECKPOINTS = "recipe.yaml", "metrics.jsonl", "trajectories", "checkpoints"
 SCANS = "scans"
 """Folder of what scanners found in the files of TRAJECTORIES."""
+EVALUATION, EVALUATIONS = "evaluation.json", "evals"
+"""The figures of an evaluation that is over, in its folder; the folder of a run's evaluations."""
 ERRORS = "error.log"
 """Traceback of the error that ended the run, which is printed in one line."""
 FORMAT = 2

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 def view_command(
-    runs: Annotated[list[str], Argument(metavar="RUN...", help="Folders of runs or evaluations.")],
+    runs: Annotated[
+        list[str], Argument(metavar="RUN...", help="Folders of runs or evaluations, or folders that hold such.")
+    ],
     follow: Annotated[
         bool, Option("--follow", help="Go to the newest step as it comes; the run may still be about to begin.")
     ] = False,
@@ -24,25 +26,23 @@ def view_command(
     """Show runs as a page in the browser, live while they train, until Ctrl-C."""
     import asyncio
 
-    from agentrl.view.store import RunStore, check_run, names_of
+    from agentrl.view.catalog import Catalog
 
-    folders = [Path(run) for run in runs]
-    for folder in folders:
-        check_run(folder, wait=follow)
+    catalog = Catalog([Path(run) for run in runs])
+    catalog.check(wait=follow)
     from agentrl.view.server import Shown, serve
 
-    stores = [RunStore(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
     out = console()
 
     def opened(address: str) -> None:
-        out.print(f"{', '.join(store.name for store in stores)}: {address}", markup=False, soft_wrap=True)
+        out.print(f"{', '.join(catalog.names)}: {address}", markup=False, soft_wrap=True)
         out.print("Only this machine can open it. Ctrl-C ends it.", style="dim")
         if open_page:
             import webbrowser
 
             webbrowser.open(address)
 
-    asyncio.run(serve(Shown(stores, _ranges, _why, follow), port, opened))
+    asyncio.run(serve(Shown(catalog, _ranges, _why, follow), port, opened))
 
 
 def _ranges() -> "Ranges":

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.checkpoint.checkpoints import Checkpoints
-from agentrl.checkpoint.run_folder import MODEL, RunFolder, recipe_of
+from agentrl.checkpoint.run_folder import EVALUATION, MODEL, RunFolder, recipe_of
 from agentrl.containment.event_loop import blocking, run
 from agentrl.errors import UserError, nearest
-from agentrl.eval.folder import EVALUATION, EvaluationFolder, Keeper
+from agentrl.eval.folder import EvaluationFolder, Keeper
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.outcome import Outcome
 from agentrl.eval.progress import Progress

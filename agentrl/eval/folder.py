@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.checkpoint.code import record_code
 from agentrl.checkpoint.disk import write_whole
-from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES, FolderLock
+from agentrl.checkpoint.run_folder import EVALUATION, EVALUATIONS, RECIPE, TRAJECTORIES, FolderLock
 from agentrl.errors import UserError
 from agentrl.eval.outcome import Outcome, by_task, read_outcomes
 from agentrl.eval.result import TaskResult
@@ -24,9 +24,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory_file import Row, join_trajectories, left_out, row, write_trajectories
 from agentrl.trajectory import Trajectory
 
-EVALUATION, TASKS = "evaluation.json", "tasks.jsonl"
-EVALUATIONS = "evals"
-"""Folder of evaluations: of a run, in its folder."""
+TASKS = "tasks.jsonl"
 PART_SECONDS, PART_SHARE = 1.0, 0.02
 """Least time between two parts, in seconds and as a share of the time so far: their number stays in the hundreds."""
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.checkpoint.code import read_code
-from agentrl.checkpoint.run_folder import RECIPE, TRAJECTORIES, RunFolder
+from agentrl.checkpoint.run_folder import EVALUATION, RECIPE, TRAJECTORIES, RunFolder
 from agentrl.errors import UserError, nearest
-from agentrl.eval.folder import EVALUATION, new_folder
+from agentrl.eval.folder import new_folder
 from agentrl.eval.outcome import read_outcomes
 from agentrl.models import EMBEDDED
 from agentrl.plugins.types import Json

@@ -7,8 +7,8 @@ Ranges = Mapping[str, tuple[float | None, float | None]]
 """Name of a metric -> its healthy low and high; None where it has no such bound."""
 
 MODULES = (
-    "dom.js", "data.js", "chart.js", "overview.js", "curves.js", "samples.js", "sample.js", "time.js", "errors.js",
-    "app.js",
+    "dom.js", "data.js", "chart.js", "runs.js", "overview.js", "curves.js", "samples.js", "sample.js", "time.js",
+    "errors.js", "app.js",
 )  # fmt: skip
 """The page's modules, each after those that it imports."""
 

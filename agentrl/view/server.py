@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from agentrl.errors import UserError
 from agentrl.http_server import names_this_machine, quiet_runner
 from agentrl.plugins.types import Json
 from agentrl.view.assets import MODULES, Ranges, page_file
+from agentrl.view.catalog import Catalog
 from agentrl.view.store import RunStore, Why
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _HEADERS = {
 HEADER = "X-Agentrl-Token"
 """Of requests for what is stored."""
 _MOST_FILES = 64  # whose index one request may ask for
+_MOST_RUNS = 64  # that one page shows together
 _MOST_TEXT = 500  # characters that are searched for
 _MOST_BODY = 16 << 20  # bytes: a selection of a million samples
 
@@ -50,8 +52,8 @@ _MOST_BODY = 16 << 20  # bytes: a selection of a million samples
 class Shown:
     """What a page shows."""
 
-    runs: Sequence[RunStore]
-    """The runs, in the order in which they were named."""
+    catalog: Catalog
+    """The runs that can be shown."""
     ranges: Callable[[], Ranges] = dict
     """The healthy ranges of metrics; called once the page asks for them."""
     why: Why | None = None
@@ -172,7 +174,7 @@ def about(shown: Shown, query: Mapping[str, str]) -> Json:
     """What does not change while the page is open."""
     ranges = {name: list(bounds) for name, bounds in shown.ranges().items()}
     return {
-        "runs": [run.name for run in shown.runs],
+        "runs": shown.catalog.chosen(),
         "ranges": ranges,
         "follow": shown.follow,
         "frozen": False,
@@ -181,10 +183,15 @@ def about(shown: Shown, query: Mapping[str, str]) -> Json:
 
 
 def _run(shown: Shown, query: Mapping[str, str]) -> RunStore:
-    number = _whole(query, "run")
-    if number >= len(shown.runs):
-        raise UserError("no such run")
-    return shown.runs[number]
+    return shown.catalog.store(query.get("run", ""))
+
+
+def _states(shown: Shown, query: Mapping[str, str]) -> Json:
+    """The state of each run that is asked for; None for one that is no more."""
+    names = query.get("runs", "").split("\n")
+    if len(names) > _MOST_RUNS:
+        raise UserError(f"more than {_MOST_RUNS} runs at once")
+    return [None if run is None else run.state() for run in shown.catalog.stores(names)]
 
 
 def _whole(query: Mapping[str, str], key: str) -> int:
@@ -209,7 +216,8 @@ def _why(shown: Shown, query: Mapping[str, str]) -> Json:
 
 _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "about": about,
-    "state": lambda shown, query: [run.state() for run in shown.runs],
+    "runs": lambda shown, query: shown.catalog.listing(),
+    "state": _states,
     "metrics": lambda shown, query: _run(shown, query).metrics(_whole(query, "start"), query.get("of", "")),
     "index": lambda shown, query: _run(shown, query).index(_names(query)),
     "previews": lambda shown, query: _run(shown, query).previews(query.get("file", "")),

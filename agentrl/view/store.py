@@ -38,24 +38,9 @@ _PARTS = 64  # reward parts by which one can filter
 _PREVIEW = 200  # characters of a prompt in the table
 
 
-def check_run(folder: Path, wait: bool = False) -> None:
-    """Raises UserError: nothing that can be shown lies there. wait: nothing needs to be there yet."""
-    if wait and not folder.exists():
-        return
-    if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder")
-    if not wait and not any((folder / name).exists() for name in (METRICS, TRAJECTORIES, RECIPE)):
-        raise UserError(f"{folder}: not a run folder ({METRICS}, {TRAJECTORIES}/ and {RECIPE} are missing)")
-
-
-def names_of(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder: its own, with as many of those above as tell it from the others."""
-    parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts), default=1) + 1):
-        names = ["/".join(part[-length:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{part[-1]} ({number})" for number, part in enumerate(parts, 1)]
+def is_run(folder: Path) -> bool:
+    """Whether a run or an evaluation lies there."""
+    return any((folder / name).exists() for name in (METRICS, TRAJECTORIES, RECIPE))
 
 
 class RunStore:
@@ -76,10 +61,10 @@ class RunStore:
         return {
             "name": self.name,
             "folder": str(self.folder),
-            "training": _is_training(self.folder),
+            "training": is_training(self.folder),
             "files": (files := self._files()),
             "stored": len(files),
-            "recipes": self._recipes(),
+            "recipes": self.recipes(),
             "checkpoints": self._checkpoints(),
             "notes": _version(self.folder / "notes.jsonl"),
             "others": [
@@ -104,7 +89,7 @@ class RunStore:
                 found.append({**facts, "version": version})
         return found
 
-    def _recipes(self) -> list[Json]:
+    def recipes(self) -> list[Json]:
         """The recipe and those that the run was resumed with, in order, each without secrets."""
         found = []
         for path in _entries(self.folder):
@@ -113,14 +98,14 @@ class RunStore:
         return [recipe for _, recipe in sorted(found, key=lambda pair: pair[0])]
 
     def _recipe(self, path: Path) -> Json:
-        version = _version(path)
+        version = version_of(path)
         known = self._read_recipes.get(path.name)
         if known is None or known[0] != version:
             known = self._read_recipes[path.name] = version, _recipe(path)
         return known[1]
 
     def _checkpoints(self) -> list[Json]:
-        best = _json(self.folder / CHECKPOINTS / "best.json")
+        best = read_json(self.folder / CHECKPOINTS / "best.json")
         best_step = best.get("step") if isinstance(best, dict) else None
         steps = sorted(int(m[1]) for p in _entries(self.folder / CHECKPOINTS) if (m := _CHECKPOINT.fullmatch(p.name)))
         return [{"step": step, "best": step == best_step} for step in steps]
@@ -296,7 +281,7 @@ class RunStore:
     def _tokenizer(self) -> Path | None:
         """The tokenizer.json of the newest checkpoint, or of the recipe's model."""
         saved = [self.folder / CHECKPOINTS / f"step_{c['step']}" for c in reversed(self._checkpoints())]
-        named = [recipe["tree"] for recipe in self._recipes() if isinstance(recipe.get("tree"), dict)]
+        named = [recipe["tree"] for recipe in self.recipes() if isinstance(recipe.get("tree"), dict)]
         model = named[-1].get("model") if named else None
         where = model.get("path") if isinstance(model, dict) else None
         if isinstance(where, str):
@@ -313,7 +298,7 @@ def _entries(folder: Path) -> list[Path]:
         return []
 
 
-def _version(path: Path) -> str:
+def version_of(path: Path) -> str:
     """What changes when a file does; an empty string where there is none."""
     try:
         stat = path.stat()
@@ -324,11 +309,11 @@ def _version(path: Path) -> str:
 
 def _file_version(path: Path) -> str:
     """What changes when a file of trajectories does, or what scanners found in it."""
-    version = _version(path)
-    return f"{version} {_version(scan_path(path))}".strip() if version else ""
+    version = version_of(path)
+    return f"{version} {version_of(scan_path(path))}".strip() if version else ""
 
 
-def _is_training(folder: Path) -> bool:
+def is_training(folder: Path) -> bool:
     """Whether a process of this machine says that it trains there. (Asking the kernel for the lock would keep a
     run that starts at that moment from getting it.)"""
     try:
@@ -347,7 +332,8 @@ def _is_training(folder: Path) -> bool:
     return True
 
 
-def _json(path: Path) -> Json:
+def read_json(path: Path) -> Json:
+    """What a file holds; None where it cannot be read."""
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

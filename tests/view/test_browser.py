@@ -12,9 +12,9 @@ from browser import Browser
 from view_help import HOSTILE, embedded, group, journal, learned, run_folder, trajectory
 from vision_help import file_of, picture
 
+from agentrl.view.catalog import Catalog
 from agentrl.view.freeze import write_report
 from agentrl.view.server import Shown, serve
-from agentrl.view.store import RunStore
 
 READY = "globalThis.app && app.ready"
 AXE = Path(axe_core_python.__file__).parent / "axe.min.js"
@@ -45,7 +45,7 @@ class Served:
             addresses.append(address)
             opened.set()
 
-        shown = Shown([RunStore(folder, "first")], lambda: {"train/entropy": (0.6, None)}, why)
+        shown = Shown(Catalog([folder]), lambda: {"train/entropy": (0.6, None)}, why)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._task = asyncio.run_coroutine_threadsafe(serve(shown, 0, tell), self._loop)
         assert opened.wait(30)
@@ -156,7 +156,7 @@ def test_filters_sorting_and_keys_lead_to_a_conversation_and_back(browser: Brows
     assert browser.evaluate("app.list.length") == 54
     browser.key("Escape")  # the filter is cleared
     browser.until("app.list.length === 144")
-    browser.key("2")
+    browser.key("3")
     browser.until("document.querySelector('.slot svg')")
     browser.key("?")
     browser.until("document.querySelector('dialog').open")
@@ -225,10 +225,49 @@ def test_a_run_that_goes_on_is_followed(browser: Browser, served: Served) -> Non
     with (served.folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "reward/mean": 0.625}\n{"step": 4, "rew')
     browser.until("document.querySelector('.slot .legend b')?.textContent === '0.625'")
-    browser.until("app.samples.count === 148")
     go(browser, "#samples?split=train", "app.list.length === 20")
+    browser.until("app.samples.count === 148")
     assert browser.evaluate("app.samples.column.step[app.list[0]]") == 3
     assert browser.errors == []
+
+
+def test_a_folder_of_runs_is_a_list_that_leads_to_them(browser: Browser, tmp_path: Path) -> None:
+    for name, rate in (("one", 0.1), ("two", 0.2)):
+        folder = run_folder(tmp_path / name, tasks=4)
+        (folder / "recipe.yaml").write_text(f"model: {{path: tiny}}\ntrain: {{steps: 2, lr: {rate}}}\n")
+        (folder / "recipe.resumed_1.yaml").unlink()
+    (tmp_path / "broken" / "metrics.jsonl").mkdir(parents=True)
+    one = Served(tmp_path)
+    browser.errors.clear()
+    browser.open(one.address)
+    browser.until("document.querySelectorAll('.runs .room .row').length === 3")
+    told = text(browser)
+    for known in ("3 of 3 runs", "finished", "broken", "cannot be read", "lr", "0.2", "75.0 %"):
+        assert known in told
+    browser.key("/")
+    browser.write("train.lr=0.2")
+    browser.until("document.querySelectorAll('.runs .room .row').length === 1")
+    browser.key("Escape")
+    browser.key("Escape")
+    browser.until("document.querySelectorAll('.runs .room .row').length === 3")
+    browser.evaluate("document.querySelectorAll('.runs .room input').forEach((one) => one.click())")
+    browser.evaluate(
+        "[...document.querySelectorAll('.links a')].find((a) => a.textContent.startsWith('curves')).click()"
+    )
+    browser.until("document.querySelector('.slot svg')")
+    assert browser.evaluate("app.names") == ["two", "one", "broken"]
+    browser.key("1")
+    browser.until("document.querySelector('.runs .room a')")
+    browser.evaluate("[...document.querySelectorAll('.runs a')].find((a) => a.textContent === 'one').click()")
+    browser.until("app.name === 'overview' && app.ready && document.querySelector('.card')")
+    assert browser.evaluate("app.names") == ["one"]
+    go(browser, "#samples", "app.ready && app.list.length > 0")
+    made = run_folder(tmp_path / "three", tasks=4)
+    browser.key("1")
+    browser.until("document.querySelectorAll('.runs .room .row').length === 4")
+    assert made.name in text(browser)
+    assert [line for line in browser.errors if "422" not in line] == []  # the broken one is refused
+    one.close()
 
 
 def test_the_frozen_page_shows_the_same_without_a_server(browser: Browser, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from yarl import URL
 from agentrl.cli.main import run
 from agentrl.eval.notes import Change, write_change
 from agentrl.view.assets import MODULES
+from agentrl.view.catalog import Catalog
 from agentrl.view.server import _ANSWERS, HEADER, POLICY, Shown, make_app, serve
-from agentrl.view.store import RunStore
 
 TOKEN = "the-token"
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def client(folder: Path) -> AsyncIterator[TestClient]:
     ranges = {"train/entropy": (0.1, None)}
-    shown = Shown([RunStore(folder, "run")], ranges=lambda: ranges, why=lambda path, first, piece: {}, token=TOKEN)
+    shown = Shown(Catalog([folder]), ranges=lambda: ranges, why=lambda path, first, piece: {}, token=TOKEN)
     async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as opened:
         yield opened
 
@@ -44,7 +44,7 @@ async def test_what_is_stored_is_told_to_those_alone_who_have_the_token(client: 
         assert answer.status == 403
         assert "printed" in (await answer.json())["error"]
     assert (await client.get(f"/api/state?token={TOKEN}", headers={HEADER: ""})).status == 403
-    assert [run["name"] for run in await (await client.get("/api/state")).json()] == ["run"]
+    assert [run["name"] for run in await (await client.get("/api/state?runs=run")).json()] == ["run"]
     for host in ("attacker.example", "127.0.0.1.attacker.example:80", "attacker.example:80"):
         for path in ("/", "/api/state"):
             assert (await client.get(path, headers={"Host": host})).status == 403
@@ -68,7 +68,7 @@ async def test_only_the_files_of_the_page_are_served(client: TestClient) -> None
         "sample?file=../recipe.yaml", "sample?file=/etc/passwd", "previews?file=..%2Frecipe.yaml",
         "why?file=..%2Frecipe.yaml", "why?file=/etc/passwd",
     ):  # fmt: skip
-        answer = await client.get(f"/api/{query}")
+        answer = await client.get(f"/api/{query}&run=run")
         assert answer.status == 422
         assert "not stored there" in (await answer.json())["error"]
 
@@ -91,9 +91,9 @@ async def test_whatever_is_asked_is_answered_or_refused(client: TestClient) -> N
         "{}",
     )
     for name in _ANSWERS:
-        for key in ("run", "start", "files", "file", "row", "text"):
+        for key in ("run", "runs", "start", "files", "file", "row", "text"):
             for value in wrong:
-                query = {"file": "step_1.parquet", "files": "step_1.parquet", key: value}
+                query = {"run": "run", "file": "step_1.parquet", "files": "step_1.parquet", key: value}
                 encoded = urlencode(query, errors="surrogatepass")
                 answer = await client.get(URL(f"/api/{name}?{encoded}", encoded=True))
                 assert answer.status in (200, 422), (name, query, await answer.text())
@@ -108,17 +108,18 @@ async def test_the_page_is_told_what_it_asks(client: TestClient) -> None:
     assert about == {
         "runs": ["run"], "ranges": {"train/entropy": [0.1, None]}, "follow": False, "frozen": False, "note": "",
     }  # fmt: skip
-    assert len((await ask("metrics?run=0"))["rows"]) == 3
-    assert (await ask("index?run=0&files=step_1.parquet"))["step_1.parquet"]["rows"] == 8
-    assert (await ask("sample?file=step_1.parquet&row=1"))["sample"] == 1
-    assert (await ask("previews?file=step_1.parquet"))["train-10"] == "What is train-10?"
-    assert (await ask("search?text=train-10&files=step_1.parquet"))["step_1.parquet"] == [0, 1, 2, 3]
-    assert len(await ask("evaluations")) == 4
+    assert len((await ask("metrics?run=run"))["rows"]) == 3
+    assert (await ask("index?run=run&files=step_1.parquet"))["step_1.parquet"]["rows"] == 8
+    assert (await ask("sample?run=run&file=step_1.parquet&row=1"))["sample"] == 1
+    assert (await ask("previews?run=run&file=step_1.parquet"))["train-10"] == "What is train-10?"
+    assert (await ask("search?run=run&text=train-10&files=step_1.parquet"))["step_1.parquet"] == [0, 1, 2, 3]
+    assert len(await ask("evaluations?run=run")) == 4
     for query, said in (
         ("metrics?run=7", "no such run"),
-        ("metrics?run=-1", "run: not a number"),
-        ("sample?file=step_1.parquet&row=1e3", "row: not a number"),
-        ("index?files=" + "%0A".join(["a"] * 65), "more than 64 files"),
+        ("metrics", ": no such run"),
+        ("state?runs=" + "%0A".join(["a"] * 65), "more than 64 runs"),
+        ("sample?run=run&file=step_1.parquet&row=1e3", "row: not a number"),
+        ("index?run=run&files=" + "%0A".join(["a"] * 65), "more than 64 files"),
     ):
         assert said in (await ask(query))["error"]
 
@@ -204,7 +205,8 @@ def test_a_port_that_is_taken_and_a_folder_that_holds_no_run_are_one_line(
     lines = capsys.readouterr().err.splitlines()
     assert lines == [
         f"error: --port {port}: taken; name another, or leave it out for any free one",
-        f"error: {tmp_path}: not a run folder (metrics.jsonl, trajectories/ and recipe.yaml are missing)",
+        f"error: {tmp_path}: neither a run folder (metrics.jsonl, trajectories/ and recipe.yaml are missing) "
+        "nor a folder of runs",
     ]
 
 
@@ -217,7 +219,7 @@ BROKEN = [
 
 async def test_what_is_no_http_prints_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(Shown([RunStore(folder, "run")], token=TOKEN), 0, opened.set_result))
+    task = asyncio.create_task(serve(Shown(Catalog([folder]), token=TOKEN), 0, opened.set_result))
     port = URL(await opened).port
     for data in BROKEN:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -232,7 +234,7 @@ async def test_what_is_no_http_prints_nothing(folder: Path, caplog: pytest.LogCa
 
 async def test_it_listens_on_this_machine_alone(folder: Path) -> None:
     opened: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(serve(Shown([RunStore(folder, "run")], token=TOKEN), 0, opened.set_result))
+    task = asyncio.create_task(serve(Shown(Catalog([folder]), token=TOKEN), 0, opened.set_result))
     address = await opened
     assert address.startswith("http://127.0.0.1:")
     assert address.endswith(f"/#token={TOKEN}")
@@ -245,7 +247,7 @@ def test_it_starts_without_torch() -> None:
 
     import agentrl.view as package
 
-    for name in ("store.py", "server.py", "assets.py", "pieces.py"):
+    for name in ("store.py", "catalog.py", "server.py", "assets.py", "pieces.py"):
         source = (Path(package.__file__).parent / name).read_text(encoding="utf-8")
         top = [node for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)]
         named = {getattr(node, "module", None) or node.names[0].name for node in top}

@@ -11,7 +11,7 @@ from view_help import HOSTILE, LENGTH, failed, group, journal, run_folder, traje
 from agentrl.errors import UserError
 from agentrl.models import embedded_path
 from agentrl.view.pieces import reader
-from agentrl.view.store import RunStore, check_run, column, names_of
+from agentrl.view.store import RunStore, column
 
 
 @pytest.fixture(scope="module")
@@ -199,24 +199,6 @@ def test_a_run_trains_while_its_process_lives(tmp_path: Path) -> None:
 def test_secrets_of_a_recipe_are_not_shown(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("tools: [{name: search, args: {api_key: abcdefghijkl}}]\n")
     assert "abcdefghijkl" not in json.dumps(RunStore(tmp_path, "run").state())
-
-
-def test_what_is_no_run_is_said(tmp_path: Path) -> None:
-    for folder, said in ((tmp_path / "gone", "no such folder"), (tmp_path, "not a run folder")):
-        with pytest.raises(UserError, match=said):
-            check_run(folder)
-    check_run(tmp_path, wait=True)
-    check_run(tmp_path / "soon", wait=True)
-    assert RunStore(tmp_path / "soon", "soon").state()["files"] == []
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="no such folder"):
-        check_run(tmp_path / "file", wait=True)
-
-
-def test_names_tell_folders_apart() -> None:
-    assert names_of([Path("/a/x"), Path("/b/y")]) == ["x", "y"]
-    assert names_of([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
-    assert names_of([Path("/a/x"), Path("/a/x")]) == ["x (1)", "x (2)"]
 
 
 def test_what_is_in_flight_is_shown_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import { h, replace } from "./dom.js";
 import { openSource, Samples } from "./data.js";
+import { runsView } from "./runs.js";
 import { overviewView } from "./overview.js";
 import { curvesView } from "./curves.js";
 import { samplesView } from "./samples.js";
@@ -9,12 +10,13 @@ import { sampleView, sideView } from "./sample.js";
 import { timeView } from "./time.js";
 import { errorsView } from "./errors.js";
 
-const VIEWS = { overview: overviewView, curves: curvesView, samples: samplesView, errors: errorsView, time: timeView, sample: sampleView, side: sideView };
-const TABS = [["overview", "Overview"], ["curves", "Curves"], ["samples", "Conversations"], ["errors", "Errors"], ["time", "Time"]];
+const VIEWS = { runs: runsView, overview: overviewView, curves: curvesView, samples: samplesView, errors: errorsView, time: timeView, sample: sampleView, side: sideView };
+const TABS = [["runs", "Runs"], ["overview", "Overview"], ["curves", "Curves"], ["samples", "Conversations"], ["errors", "Errors"], ["time", "Time"]];
+const OF_SAMPLES = new Set(["samples", "errors", "time", "sample", "side"]); // views that read samples
 const EVERY = 2000; // milliseconds between two looks at what is new
 const FIRST = 8, AT_ONCE = 48; // files whose index is asked for together, at first and later
 const KEYS = [
-  ["1 to 5", "overview, curves, conversations, errors, time"],
+  ["1 to 6", "runs, overview, curves, conversations, errors, time"],
   ["/", "filter or search"],
   ["j, k", "next, previous: row, conversation"],
   ["Enter", "open the row"],
@@ -34,6 +36,7 @@ class Run {
     this.next = 0;
     this.of = "";
     this.damaged = 0;
+    this.error = ""; // why its metrics cannot be read
     this.evaluations = [];
     this.lines = new Map();
   }
@@ -72,6 +75,7 @@ class Run {
 class App {
   constructor(source) {
     this.source = source;
+    this.names = []; // of the runs that are shown
     this.runs = [];
     this.samples = new Samples();
     this.view = null;
@@ -79,8 +83,11 @@ class App {
     this.texts = new Map(); // what was searched for -> the samples found
   }
 
+  // The address of a view, of the runs that are shown where they are not those that were named at the start.
   link(view, params = {}) {
-    const kept = Object.entries(params).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+    const { runs } = this.about;
+    const own = this.names.length !== runs.length || this.names.some((name, i) => name !== runs[i]);
+    const kept = Object.entries({ ...params, runs: params.runs ?? (own ? this.names.join("\n") : "") }).filter(([, value]) => value !== "" && value !== null && value !== undefined);
     const query = new URLSearchParams(kept).toString();
     return `#${view}${query ? `?${query}` : ""}`;
   }
@@ -100,24 +107,56 @@ class App {
     return this.link("sample", { run: run[i], file: file[i], row: row[i], ...more });
   }
 
-  open() {
+  // What the address says: a view, its settings, and the runs that it is of.
+  place() {
     const [name, query] = location.hash.slice(1).split("?");
-    const make = VIEWS[name] ?? overviewView;
-    this.name = VIEWS[name] ? name : "overview";
+    const { runs, ...params } = Object.fromEntries(new URLSearchParams(query ?? ""));
+    const first = this.names.length || this.about.frozen ? "overview" : "runs";
+    return { name: VIEWS[name] ? name : first, params, runs: runs === undefined ? null : runs.split("\n") };
+  }
+
+  async open() {
+    const { runs } = this.place();
+    if (runs !== null && runs.join("\n") !== this.names.join("\n")) {
+      await this.select(runs);
+      if (this.place().runs?.join("\n") !== runs.join("\n")) return; // another one was opened meanwhile
+    }
+    const { name, params } = this.place();
+    this.name = this.names.length || name === "runs" ? name : "runs";
+    if (OF_SAMPLES.has(this.name) && this.runs.some((run) => !run.whole)) this.ready = false;
     this.view?.close?.();
     const place = window.scrollY;
-    this.view = make(this, Object.fromEntries(new URLSearchParams(query ?? "")));
+    this.view = VIEWS[this.name](this, params);
     replace(this.main, this.view.element);
     this.view.shown?.();
-    document.title = `${this.view.title} · ${this.runs.map((run) => run.name).join(", ")}`;
+    document.title = `${this.view.title} · ${this.runs.length > 3 ? `${this.runs.length} runs` : this.runs.map((run) => run.name).join(", ") || "agentrl"}`;
     for (const tab of this.tabs.children) {
       const mine = tab.dataset.view === this.name || (tab.dataset.view === "samples" && ["sample", "side"].includes(this.name));
+      tab.href = this.link(tab.dataset.view);
+      tab.hidden = tab.dataset.view === "runs" ? this.about.frozen : this.names.length === 0;
       if (mine) {
         tab.setAttribute("aria-current", "page");
         tab.scrollIntoView({ block: "nearest", inline: "nearest" });
       } else tab.removeAttribute("aria-current");
     }
     if (place) window.scrollTo(0, 0);
+    this.load().catch((error) => replace(this.live, h("b", { class: "bad" }, error.message)));
+  }
+
+  // Show these runs: what is known of one of them is kept.
+  async select(names) {
+    const known = new Map(this.runs.map((run) => [run.name, run]));
+    this.source.select(names);
+    const states = await this.source.state();
+    const there = names.filter((_, i) => states[i] !== null);
+    this.source.select(there);
+    this.names = there;
+    this.runs = states.filter((state) => state !== null).map((state, i) => Object.assign(known.get(there[i]) ?? new Run(there[i], state), { state, whole: false }));
+    this.samples = new Samples();
+    this.texts = new Map();
+    this.list = [];
+    this.ready = false;
+    await Promise.all(this.runs.map((run, i) => this.metrics(run, i)));
   }
 
   frame() {
@@ -128,7 +167,7 @@ class App {
       h("table", null, KEYS.map(([key, what]) => h("tr", null, h("th", { scope: "row" }, h("kbd", null, key)), h("td", null, what)))),
       h("form", { method: "dialog" }, h("button", null, "Close")));
     return [
-      h("header", null, h("a", { class: "brand", href: "#overview" }, "agentrl"), this.tabs, this.live,
+      h("header", null, h("a", { class: "brand", href: "#" }, "agentrl"), this.tabs, this.live,
         h("button", { onclick: () => this.recolour(), "aria-label": "dark or light" }, "◐"),
         h("button", { onclick: () => this.help.showModal(), "aria-label": "keys" }, "?")),
       this.main, this.help];
@@ -146,17 +185,14 @@ class App {
   async begin() {
     replace(document.getElementById("app"), this.frame());
     this.about = await this.source.about();
-    const states = await this.source.state();
-    this.runs = states.map((state, i) => new Run(this.about.runs[i], state));
-    await Promise.all(this.runs.map((run, i) => this.metrics(run, i)));
+    await this.select(this.place().runs ?? this.about.runs);
     addEventListener("hashchange", (event) => {
       if (location.hash.startsWith("#token=")) return location.reload(); // the address of a server that was started anew
       if (this.name === "samples") this.back = new URL(event.oldURL).hash || "#samples";
       this.open();
     });
     addEventListener("keydown", (event) => this.key(event));
-    this.open();
-    await this.load();
+    await this.open();
     if (!this.about.frozen) this.wait();
   }
 
@@ -173,54 +209,85 @@ class App {
   }
 
   async look() {
+    const { runs } = this;
     const states = await this.source.state();
     let changed = false;
-    for (const [i, run] of this.runs.entries()) {
+    for (const [i, run] of runs.entries()) {
+      if (runs !== this.runs) return; // others are shown by now
+      if (states[i] === null) continue; // it is no more: what is known of it stays
       changed ||= run.state.training !== states[i].training || run.state.recipes.length !== states[i].recipes.length || run.state.checkpoints.length !== states[i].checkpoints.length;
       run.state = states[i];
       changed = (await this.metrics(run, i)) || changed;
     }
     if (changed) this.update();
+    await this.view?.look?.();
     await this.load();
   }
 
   async metrics(run, i) {
     let changed = false;
-    for (let more = true; more; ) {
-      const found = await this.source.metrics(i, run.next, run.of);
-      changed = run.take(found) || changed;
-      more = found.more;
+    const before = run.error;
+    run.error = "";
+    try {
+      for (let more = true; more; ) {
+        const found = await this.source.metrics(i, run.next, run.of);
+        changed = run.take(found) || changed;
+        more = found.more;
+      }
+    } catch (error) {
+      if (!error.answered) throw error;
+      run.error = error.message;
     }
-    return changed;
+    return changed || run.error !== before;
   }
 
   update() {
     this.view?.update?.();
   }
 
-  // Read the index of files that are new or changed, the newest first.
+  // Read what the view needs of files that are new or changed: accuracies, and the index of samples, the newest first.
   async load() {
-    for (const [i, run] of this.runs.entries()) {
-      const { files } = run.state;
-      const before = this.samples.chunks.size;
-      this.samples.take(i, files, {});
-      const due = files.filter((file) => !this.samples.has(i, file)).reverse();
-      if (due.length === 0 && before === this.samples.chunks.size) continue;
-      if (due.some((file) => file.evaluation)) run.evaluations = await this.source.evaluations(i);
-      for (let k = 0, count = FIRST; k < due.length; k += count, count = AT_ONCE) {
-        const part = due.slice(k, k + count);
-        this.samples.take(i, files, await this.source.index(i, part.map((file) => file.name)));
-        this.loading = k + count < due.length ? `reading ${k + count} of ${due.length} files` : "";
-        this.samples.build();
-        this.update();
-      }
-      if (due.length === 0) {
-        this.samples.build();
-        this.update();
-      }
+    if (this.reading === this.runs) return; // that is being done
+    const { runs } = this;
+    this.reading = runs;
+    try {
+      for (const [i, run] of runs.entries()) await this.loadRun(run, i, () => runs === this.runs);
+    } finally {
+      if (this.reading === runs) this.reading = null;
     }
+    if (runs !== this.runs) return;
+    if (OF_SAMPLES.has(this.name) && this.runs.some((run) => !run.whole)) return this.load(); // opened meanwhile
     this.ready = true;
     this.view?.ready?.();
+  }
+
+  async loadRun(run, i, wanted) {
+    const { files } = run.state;
+    const evaluations = files.filter((file) => file.evaluation).map((file) => `${file.name} ${file.version}`).join("\n");
+    if (evaluations !== (run.evaluated ?? "")) {
+      const found = await this.source.evaluations(i);
+      if (!wanted()) return;
+      Object.assign(run, { evaluations: found, evaluated: evaluations });
+      this.update();
+    }
+    if (!OF_SAMPLES.has(this.name)) return;
+    const before = this.samples.chunks.size;
+    this.samples.take(i, files, {});
+    const due = files.filter((file) => !this.samples.has(i, file)).reverse();
+    for (let k = 0, count = FIRST; k < due.length; k += count, count = AT_ONCE) {
+      const part = due.slice(k, k + count);
+      const facts = await this.source.index(i, part.map((file) => file.name));
+      if (!wanted()) return;
+      this.samples.take(i, files, facts);
+      this.loading = k + count < due.length ? `reading ${k + count} of ${due.length} files` : "";
+      this.samples.build();
+      this.update();
+    }
+    run.whole = true;
+    if (due.length === 0 && before !== this.samples.chunks.size) {
+      this.samples.build();
+      this.update();
+    }
   }
 
   key(event) {
@@ -228,8 +295,8 @@ class App {
     const typing = event.target.closest?.("input, select, textarea");
     if (event.key === "Escape" && typing) return event.target.blur();
     if (typing && event.target.type !== "checkbox") return;
-    const tab = TABS[Number(event.key) - 1];
-    if (tab) this.go(tab[0]);
+    const tab = this.tabs.children[Number(event.key) - 1];
+    if (tab && !tab.hidden) location.hash = tab.getAttribute("href");
     else if (event.key === "?") this.help.showModal();
     else if (event.key === "d") this.recolour();
     else if (event.key === "/" && this.view.search) this.view.search.focus();

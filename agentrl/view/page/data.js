@@ -17,20 +17,24 @@ function server() {
   async function get(what, query) {
     const answer = await fetch(`api/${what}?${new URLSearchParams(query)}`, { headers });
     const found = await answer.json().catch(() => ({ error: `${answer.status}` }));
-    if (!answer.ok) throw new Error(found.error ?? `${answer.status}`);
+    if (!answer.ok) throw Object.assign(new Error(found.error ?? `${answer.status}`), { answered: true });
     return found;
   }
+  let names = []; // of the runs that are shown: runs are asked for by their place among them
+  const of = (run, what, query) => get(what, { run: names[run] ?? "", ...query });
   return {
     about: () => get("about", {}),
-    state: () => get("state", {}),
-    metrics: (run, start, of) => get("metrics", { run, start, of }),
-    index: (run, files) => get("index", { run, files: files.join("\n") }),
-    previews: (run, file) => get("previews", { run, file }),
-    sample: (run, file, row) => get("sample", { run, file, row }),
-    spans: (run, file) => get("spans", { run, file }),
-    search: (run, text, files) => get("search", { run, text, files: files.join("\n") }),
-    evaluations: (run) => get("evaluations", { run }),
-    why: (run, file) => get("why", { run, file }),
+    runs: () => get("runs", {}),
+    select: (given) => (names = given),
+    state: () => (names.length ? get("state", { runs: names.join("\n") }) : []),
+    metrics: (run, start, file) => of(run, "metrics", { start, of: file }),
+    index: (run, files) => of(run, "index", { files: files.join("\n") }),
+    previews: (run, file) => of(run, "previews", { file }),
+    sample: (run, file, row) => of(run, "sample", { file, row }),
+    spans: (run, file) => of(run, "spans", { file }),
+    search: (run, text, files) => of(run, "search", { text, files: files.join("\n") }),
+    evaluations: (run) => of(run, "evaluations", {}),
+    why: (run, file) => of(run, "why", { file }),
   };
 }
 
@@ -52,6 +56,7 @@ function frozen(data) {
   const texts = (one) => one.told.map((told) => JSON.stringify(told.messages)).join("\n").toLowerCase();
   return {
     about: async () => data.about,
+    select: () => {},
     state: async () => data.runs.map((run) => run.state),
     metrics: async (run, start) => {
       const rows = start === 0 ? data.runs[run].rows : [];

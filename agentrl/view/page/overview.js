@@ -69,6 +69,7 @@ function status(run) {
   const planned = run.state.recipes.at(-1)?.tree?.train?.steps;
   const steps = last === null ? "no step yet" : `step ${last}${planned ? ` of ${planned}` : ""}`;
   return h("p", { class: "soft" }, run.state.training ? h("b", { class: "live" }, "trains now") : "at rest", ` · ${steps}`,
+    run.error ? h("span", { class: "bad" }, ` · ${run.error}`) : null,
     run.damaged ? h("span", { class: "bad" }, ` · ${run.damaged} lines of metrics.jsonl are damaged and left out`) : null);
 }
 

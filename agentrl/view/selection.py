@@ -27,18 +27,22 @@ class Chosen:
     """Which of its samples."""
 
 
-def chosen(runs: Sequence[RunStore], value: Json) -> list[Chosen]:
-    """The selection that a page sends: a list of `run`, `file` and `rows`. Raises UserError: it is none."""
+def chosen(find: Callable[[str], RunStore], value: Json) -> list[Chosen]:
+    """The selection that a page sends: a list of `run`, `file` and `rows`. find: a run by its name. Raises UserError:
+    it is none."""
     if not isinstance(value, list):
         raise UserError("samples: expected a list")
     found = []
     for one in value:
         run, file, rows = (one.get(key) for key in ("run", "file", "rows")) if isinstance(one, Mapping) else (None,) * 3
-        if type(run) is not int or not 0 <= run < len(runs):
-            raise UserError("no such run")
-        if not isinstance(file, str) or not isinstance(rows, list) or not all(type(row) is int for row in rows):
-            raise UserError("samples: expected the name of a file and its rows")
-        found.append(Chosen(runs[run], file, rows))
+        if (
+            not isinstance(run, str)
+            or not isinstance(file, str)
+            or not isinstance(rows, list)
+            or not all(type(row) is int for row in rows)
+        ):
+            raise UserError("samples: expected the names of a run and a file, and its rows")
+        found.append(Chosen(find(run), file, rows))
     return found
 
 

@@ -154,10 +154,8 @@ def _object(data: bytes) -> Mapping[str, Json]:
 
 
 def _note(shown: Shown, body: Mapping[str, Json]) -> tuple[str, bytes]:
-    run = body.get("run")
-    if type(run) is not int or not 0 <= run < len(shown.runs):
-        raise UserError("no such run")
-    return "application/json", json.dumps(shown.runs[run].write_note(body)).encode()
+    run = shown.catalog.store(str(body.get("run", "")))
+    return "application/json", json.dumps(run.write_note(body)).encode()
 
 
 def _selection(shown: Shown, body: Mapping[str, Json]) -> tuple[str, bytes]:
@@ -167,7 +165,7 @@ def _selection(shown: Shown, body: Mapping[str, Json]) -> tuple[str, bytes]:
     if not isinstance(ending, str) or ending not in FORMATS:
         raise UserError(f"as: expected one of {', '.join(FORMATS)}")
     kind, made = FORMATS[ending]
-    return kind, made(chosen(shown.runs, body.get("samples")), body.get("columns", []))
+    return kind, made(chosen(shown.catalog.store, body.get("samples")), body.get("columns", []))
 
 
 def about(shown: Shown, query: Mapping[str, str]) -> Json:

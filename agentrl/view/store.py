@@ -66,7 +66,7 @@ class RunStore:
             "stored": len(files),
             "recipes": self.recipes(),
             "checkpoints": self._checkpoints(),
-            "notes": _version(self.folder / "notes.jsonl"),
+            "notes": version_of(self.folder / "notes.jsonl"),
             "others": [
                 name for name in ("report.html", "error.log", "evaluation.json") if (self.folder / name).is_file()
             ],

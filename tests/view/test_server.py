@@ -126,8 +126,8 @@ async def test_the_page_is_told_what_it_asks(client: TestClient) -> None:
 
 async def test_notes_are_written_by_the_page_alone_and_told_to_all(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
-    label = {"run": 0, "kind": "label", "request": "train-10#1", "file": "step_1.parquet", "value": "good"}
-    shown = Shown([RunStore(folder, "run")], token=TOKEN)
+    label = {"run": "run", "kind": "label", "request": "train-10#1", "file": "step_1.parquet", "value": "good"}
+    shown = Shown(Catalog([folder]), token=TOKEN)
     async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as client:
         own = str(client.make_url("/"))[:-1]
         for headers, status in (
@@ -146,8 +146,8 @@ async def test_notes_are_written_by_the_page_alone_and_told_to_all(tmp_path: Pat
         (note,) = said["step_1.parquet"]["1"]["notes"]
         assert (note["text"], note["turn"]) == (HOSTILE, 1)
         assert said["step_1.parquet"]["1"]["labels"] == [["good", None]]
-        assert await (await client.get("/api/notes")).json() == said
-        assert (await (await client.get("/api/state")).json())[0]["notes"]
+        assert await (await client.get("/api/notes?run=run")).json() == said
+        assert (await (await client.get("/api/state?runs=run")).json())[0]["notes"]
         for wrong, status in (
             (b"{", 422), (b"[1]", 422), (b"[" * 100_000, 422), (b'{"run": 7}', 422), (b'{"run": [0]}', 422),
             (json.dumps({**label, "file": "../recipe.yaml"}).encode(), 422), (b" " * (17 << 20), 413),
@@ -158,12 +158,12 @@ async def test_notes_are_written_by_the_page_alone_and_told_to_all(tmp_path: Pat
 
 
 async def test_a_selection_is_given_as_a_file(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path / "run")
+    folder = run_folder(tmp_path / "=run")
     write_change(folder, Change("label", "test-tree#0", "odd", None, "eval_test_2.parquet"))
-    shown = Shown([RunStore(folder, "=run")], token=TOKEN)
+    shown = Shown(Catalog([folder]), token=TOKEN)
     samples = [
-        {"run": 0, "file": "eval_test_2.parquet", "rows": [10, 11]},
-        {"run": 0, "file": "step_1.parquet", "rows": [1]},
+        {"run": "=run", "file": "eval_test_2.parquet", "rows": [10, 11]},
+        {"run": "=run", "file": "step_1.parquet", "rows": [1]},
     ]
     names = ["task", "reward", "part.answer", "kind", "label", "data.question", "nothing"]
 

@@ -151,7 +151,7 @@ class App {
     const there = names.filter((_, i) => states[i] !== null);
     this.source.select(there);
     this.names = there;
-    this.runs = states.filter((state) => state !== null).map((state, i) => Object.assign(known.get(there[i]) ?? new Run(there[i], state), { state, whole: false }));
+    this.runs = states.filter((state) => state !== null).map((state, i) => Object.assign(known.get(there[i]) ?? new Run(there[i], state), { state, whole: false, notesOf: undefined }));
     this.samples = new Samples();
     this.texts = new Map();
     this.list = [];

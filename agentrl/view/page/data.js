@@ -21,6 +21,7 @@ function server() {
     return found;
   }
   let names = []; // of the runs that are shown: runs are asked for by their place among them
+  // What is sent of a run has its name: { run: name of app.runs[run] }.
   const of = (run, what, query) => get(what, { run: names[run] ?? "", ...query });
   return {
     about: () => get("about", {}),

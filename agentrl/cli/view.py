@@ -10,7 +10,7 @@ from agentrl.cli.common import console
 
 if TYPE_CHECKING:
     from agentrl.plugins.types import Json
-    from agentrl.view.assets import Ranges
+    from agentrl.view.assets import Ranges, Watched
 
 
 def view_command(
@@ -42,13 +42,19 @@ def view_command(
 
             webbrowser.open(address)
 
-    asyncio.run(serve(Shown(catalog, _ranges, _why, follow), port, opened))
+    asyncio.run(serve(Shown(catalog, _ranges, _watched, _why, follow), port, opened))
 
 
 def _ranges() -> "Ranges":
     from agentrl.learner.monitors import RANGES
 
     return RANGES
+
+
+def _watched() -> "Watched":
+    from agentrl.learner.monitors import WATCHED
+
+    return WATCHED
 
 
 def _why(path: Path, first: Path | None, piece: "Callable[[int], str] | None") -> "Json":

@@ -1194,6 +1194,11 @@ RANGES: Mapping[str, Range] = {
     key: found for condition in CONDITIONS.values() for key, found in condition.ranges.items()
 }
 """Healthy values of metrics, as the conditions use them: name -> lowest and highest; None: no such bound."""
+WATCHED: Mapping[str, tuple[str, ...]] = {
+    key: tuple(name for name, one in CONDITIONS.items() if key in one.ranges or key in one.evidence)
+    for key in sorted({key for one in CONDITIONS.values() for key in (*one.ranges, *one.evidence)})
+}
+"""Metric -> the conditions that watch it, or that show it as evidence."""
 
 
 class Health:

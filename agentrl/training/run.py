@@ -19,7 +19,7 @@ from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
 from agentrl.eval.result import Accuracy
 from agentrl.eval.why import reasons
-from agentrl.learner.monitors import RANGES
+from agentrl.learner.monitors import RANGES, WATCHED
 from agentrl.models.load import load_tokenizer, resolve_types
 from agentrl.recipe.load import differing, leaves, load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
@@ -392,7 +392,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
     assert last is not None  # the loop saves before it returns
     untaught = loop.taught.before if loop.taught is not None else {}
     try:
-        write_report(folder, folder.name, RANGES, reasons)
+        write_report(folder, folder.name, RANGES, reasons, WATCHED)
     except Exception as error:  # noqa: BLE001 - the checkpoint is saved: the run succeeds without its report
         why = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
         display.note(f"report.html could not be written: {why}")

@@ -1,13 +1,15 @@
 """The files of the page, which the server serves and `report.html` holds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 
 Ranges = Mapping[str, tuple[float | None, float | None]]
 """Name of a metric -> its healthy low and high; None where it has no such bound."""
+Watched = Mapping[str, Sequence[str]]
+"""Name of a metric -> names of the conditions of health that look at it."""
 
 MODULES = (
-    "dom.js", "data.js", "chart.js", "runs.js", "overview.js", "curves.js", "samples.js", "sample.js", "time.js",
+    "dom.js", "data.js", "chart.js", "curves.js", "runs.js", "overview.js", "samples.js", "sample.js", "time.js",
     "errors.js", "app.js",
 )  # fmt: skip
 """The page's modules, each after those that it imports."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
-from agentrl.view.assets import MODULES, Ranges, page_file
+from agentrl.view.assets import MODULES, Ranges, Watched, page_file
+from agentrl.view.meanings import told_of
 from agentrl.view.store import RunStore, Why, column
 
 EACH = 12
@@ -26,13 +27,16 @@ _IMPORT = re.compile(r'^import \{ (.+) \} from "\./(\w+)\.js";$', re.M)
 _EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.M)
 
 
-def write_report(folder: Path, title: str, ranges: Ranges | None = None, why: Why | None = None) -> Path:
+def write_report(
+    folder: Path, title: str, ranges: Ranges | None = None, why: Why | None = None, watched: Watched | None = None
+) -> Path:
     """Write `report.html` into a run folder, and return its path. Raises OSError.
 
-    ranges: healthy ranges of metrics. why: says why samples are unsolved. A file that is damaged is a line in the page.
+    ranges: healthy ranges of metrics. why: says why samples are unsolved. watched: the conditions of health that
+    look at metrics. A file that is damaged is a line in the page.
     """
     page = folder / "report.html"
-    page.write_text(html(title, frozen(RunStore(folder, title), ranges or {}, why)), encoding="utf-8")
+    page.write_text(html(title, frozen(RunStore(folder, title), ranges or {}, why, watched or {})), encoding="utf-8")
     return page
 
 
@@ -77,7 +81,7 @@ def _hash(text: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
-def frozen(run: RunStore, ranges: Ranges, why: Why | None) -> Json:
+def frozen(run: RunStore, ranges: Ranges, why: Why | None, watched: Watched) -> Json:
     """What the page's modules read in place of the server's answers."""
     state = run.state()
     evaluated = [file["name"] for file in state["files"] if file["evaluation"]]
@@ -105,8 +109,10 @@ def frozen(run: RunStore, ranges: Ranges, why: Why | None) -> Json:
         "notes": {name: said for name, said in run.notes().items() if name in kept},
         "why": reasons,
     }
-    about = {"runs": [run.name], "ranges": {name: list(bounds) for name, bounds in ranges.items()}}
-    return {"about": {**about, "follow": False, "frozen": True, "note": note}, "runs": [one]}
+    about: Json = {"runs": [run.name], "ranges": {name: list(bounds) for name, bounds in ranges.items()}}
+    keys = {key for row in one["rows"] for key in row}
+    about |= {"follow": False, "frozen": True, "note": note, "meanings": told_of(watched, keys)}
+    return {"about": about, "runs": [one]}
 
 
 def _metrics(run: RunStore) -> Json:

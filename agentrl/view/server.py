@@ -20,8 +20,9 @@ from aiohttp import web
 from agentrl.errors import UserError
 from agentrl.http_server import names_this_machine, quiet_runner
 from agentrl.plugins.types import Json
-from agentrl.view.assets import MODULES, Ranges, page_file
+from agentrl.view.assets import MODULES, Ranges, Watched, page_file
 from agentrl.view.catalog import Catalog
+from agentrl.view.meanings import told_of
 from agentrl.view.store import RunStore, Why
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Shown:
     """The runs that can be shown."""
     ranges: Callable[[], Ranges] = dict
     """The healthy ranges of metrics; called once the page asks for them."""
+    watched: Callable[[], Watched] = dict
+    """The conditions of health that look at metrics, likewise."""
     why: Why | None = None
     """Says why samples of a file are unsolved."""
     follow: bool = False
@@ -214,6 +217,7 @@ def _why(shown: Shown, query: Mapping[str, str]) -> Json:
 
 _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "about": about,
+    "meanings": lambda shown, query: told_of(shown.watched()),
     "runs": lambda shown, query: shown.catalog.listing(),
     "state": _states,
     "metrics": lambda shown, query: _run(shown, query).metrics(_whole(query, "start"), query.get("of", "")),

@@ -33,7 +33,7 @@ def files(*folders: str) -> set[str]:
 
 def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
     expected = files("agentrl") | {f"agentrl/{name}" for name in files("recipes")}
-    expected |= {name.partition("/")[2] for name in files("tools", "envs")}
+    expected |= {name.partition("/")[2] for name in files("tools", "envs")} | {"agentrl/view/metrics.md"}
     found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert found == expected
     assert {"agentrl/py.typed", "agentrl/models/tiny/model.safetensors", "agentrl/scaffold/tool/test.py.tmpl"} <= found

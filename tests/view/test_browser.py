@@ -12,6 +12,7 @@ from browser import Browser
 from view_help import HOSTILE, embedded, group, journal, learned, run_folder, trajectory
 from vision_help import file_of, picture
 
+from agentrl.learner.monitors import WATCHED
 from agentrl.view.catalog import Catalog
 from agentrl.view.freeze import write_report
 from agentrl.view.server import Shown, serve
@@ -45,7 +46,7 @@ class Served:
             addresses.append(address)
             opened.set()
 
-        shown = Shown(Catalog([folder]), lambda: {"train/entropy": (0.6, None)}, why)
+        shown = Shown(Catalog([folder]), lambda: {"train/entropy": (0.6, None)}, lambda: WATCHED, why)
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._task = asyncio.run_coroutine_threadsafe(serve(shown, 0, tell), self._loop)
         assert opened.wait(30)
@@ -193,6 +194,13 @@ def test_the_overview_and_the_curves_say_what_is_wrong(browser: Browser, served:
         assert known in told
     go(browser, "#curves?q=entropy", "document.querySelector('.healthy')")
     assert "outside of its healthy range" in text(browser)
+    browser.until("Object.keys(app.meanings.metrics).length")
+    browser.evaluate("document.querySelector('.term').click()")
+    told = text(browser, ".meaning")
+    for known in ("entropy of the sampled tokens", "at least 0.6", "agentrl/learner/actor.py:", "entropy collapse"):
+        assert known in told
+    browser.evaluate("document.querySelector('.term').click()")
+    assert browser.evaluate("document.querySelector('.meaning').hidden")
 
 
 def test_a_conversation_says_what_each_message_took(browser: Browser, served: Served) -> None:
@@ -229,6 +237,29 @@ def test_a_run_that_goes_on_is_followed(browser: Browser, served: Served) -> Non
     browser.until("app.samples.count === 148")
     assert browser.evaluate("app.samples.column.step[app.list[0]]") == 3
     assert browser.errors == []
+
+
+def test_a_curve_stands_over_steps_tokens_time_or_cost_with_its_interval(browser: Browser, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", tasks=2)
+    spent = {"rollout/tokens": 100, "time/step_s": 1800}
+    rows = [
+        {"step": 0, "eval/test/accuracy": 0.5, "eval/test/accuracy_low": 0.25, "eval/test/accuracy_high": 0.75},
+        *({"step": step, "reward/mean": step / 4, **spent} for step in (1, 2, 3)),
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = Served(folder)
+    browser.open(one.address)
+    browser.until(READY)
+    go(browser, "#curves?q=test/accuracy", "document.querySelectorAll('.slot circle').length === 1")
+    assert browser.evaluate("document.querySelectorAll('.slot .band').length") == 1
+    assert browser.evaluate("document.querySelectorAll('.slot').length") == 1  # its bounds are no curves of their own
+    for axis, ends in (("tokens", ["300"]), ("time", ["90"]), ("cost&price=4", ["6"])):
+        go(browser, f"#curves?q=reward/mean&axis={axis}", "document.querySelector('.slot svg')")
+        assert browser.evaluate("[...document.querySelectorAll('.slot text')].at(-1).textContent") in ends, axis
+    go(browser, "#overview", "document.querySelector('.card')")
+    assert "after" not in text(browser, ".card")  # nothing was evaluated after training
+    assert "before" in text(browser, ".card")
+    one.close()
 
 
 def test_a_folder_of_runs_is_a_list_that_leads_to_them(browser: Browser, tmp_path: Path) -> None:

@@ -58,6 +58,26 @@ class Run {
     return this.all().get(key) ?? [];
   }
 
+  // The interval of a metric, [step, low, high] where it was measured with one.
+  band(key) {
+    const base = key.endsWith("/mean") ? key.slice(0, -5) : key;
+    const high = new Map(this.series(`${base}_high`));
+    return this.series(`${base}_low`).filter(([step]) => high.has(step)).map(([step, low]) => [step, low, high.get(step)]);
+  }
+
+  // Step -> what was sampled by then, or the seconds that its steps took.
+  spent(axis) {
+    const keys = axis === "tokens" ? ["rollout/tokens", "train/tokens"] : ["time/step_s"];
+    const found = new Map();
+    let sum = 0;
+    for (const row of this.rows) {
+      const key = keys.find((one) => typeof row[one] === "number");
+      sum += key === undefined ? 0 : row[key];
+      found.set(row.step, sum);
+    }
+    return found;
+  }
+
   // Take new rows; return whether there were any.
   take({ of, start, next, rows, damaged }) {
     const again = start === 0;
@@ -76,6 +96,7 @@ class App {
   constructor(source) {
     this.source = source;
     this.names = []; // of the runs that are shown
+    this.meanings = { metrics: {}, watched: {}, conditions: {} };
     this.runs = [];
     this.samples = new Samples();
     this.view = null;
@@ -146,8 +167,7 @@ class App {
   // Show these runs: what is known of one of them is kept.
   async select(names) {
     const known = new Map(this.runs.map((run) => [run.name, run]));
-    this.source.select(names);
-    const states = await this.source.state();
+    const states = await this.source.state(names);
     const there = names.filter((_, i) => states[i] !== null);
     this.source.select(there);
     this.names = there;
@@ -185,6 +205,9 @@ class App {
   async begin() {
     replace(document.getElementById("app"), this.frame());
     this.about = await this.source.about();
+    this.source.meanings().then((found) => {
+      this.meanings = found;
+    }).catch(() => {}); // then metrics stand without
     await this.select(this.place().runs ?? this.about.runs);
     addEventListener("hashchange", (event) => {
       if (location.hash.startsWith("#token=")) return location.reload(); // the address of a server that was started anew
@@ -210,7 +233,7 @@ class App {
 
   async look() {
     const { runs } = this;
-    const states = await this.source.state();
+    const states = await this.source.state(this.names);
     let changed = false;
     for (const [i, run] of runs.entries()) {
       if (runs !== this.runs) return; // others are shown by now

@@ -65,17 +65,25 @@ function logTicks(low, high) {
   return found.length > 1 ? found : [low, high];
 }
 
+// The area of intervals [x, low, high]; of a single one, a bar.
+function outline(band, x, y) {
+  const wide = band.length > 1 ? band : [[-3, band[0]], [3, band[0]]].map(([shift, [a, low, high]]) => [a, low, high, shift]);
+  const side = (k) => wide.map((one) => `${(x(one[0]) + (one[3] ?? 0)).toFixed(1)} ${y(one[k]).toFixed(1)}`);
+  return `M${[...side(2), ...side(1).reverse()].join("L")}Z`;
+}
+
 // The dots where a held-out split was evaluated, and lines elsewhere.
-function drawn(line, x, y, dots) {
+function drawn(line, x, y) {
   const path = thinned(line.points, 2 * WIDTH).map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
   const style = { "--c": `var(--line-${line.shade % SHADES})` };
   const found = [];
+  if (line.band?.length) found.push(s("path", { class: "band", d: outline(line.band, x, y), style }));
   if (line.raw) {
     const rough = thinned(line.raw, 2 * WIDTH).map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
     found.push(s("path", { class: "raw", d: rough, style }));
   }
   found.push(s("path", { class: "line", d: path, style }));
-  if (dots && line.points.length <= 40) for (const [a, b] of line.points) found.push(s("circle", { cx: x(a), cy: y(b), r: 2.6, style }));
+  if (line.points.length <= 40) for (const [a, b] of line.points) found.push(s("circle", { cx: x(a), cy: y(b), r: 2.6, style }));
   return found;
 }
 
@@ -91,20 +99,22 @@ function nearest(points, step) {
 
 const HOVERED = new EventTarget(); // a step that the pointer is at, told to all charts
 
-// lines: [{name, points: [[step, value]], shade}]. range: healthy [low, high], null each for none.
-export function chart({ title, lines, range, log = false, smooth = 0, fixed, note }) {
+// lines: [{name, points: [[x, value]], band: [[x, low, high]] or nothing, shade}]. range: healthy [low, high], null each
+// for none. axis: what x is. told: the heading, where it is more than the title.
+export function chart({ title, lines, range, log = false, smooth = 0, fixed, note, axis = "step", told = h("span", null, title) }) {
   const usable = lines
     .map((line) => ({ ...line, all: line.points.filter(([, y]) => Number.isFinite(y) && (!log || y > 0)) }))
     .filter((line) => line.all.length > 0)
-    .map((line) => ({ ...line, points: smoothed(line.all, smooth), raw: smooth && line.all.length >= FEW ? line.all : null }));
+    .map((line) => ({ ...line, band: (line.band ?? []).filter(([, low]) => !log || low > 0), points: smoothed(line.all, smooth), raw: smooth && line.all.length >= FEW ? line.all : null }));
   if (usable.length === 0) return null;
   const steps = usable.flatMap((line) => [line.all[0][0], line.all[line.all.length - 1][0]]);
-  const [x0, x1] = [Math.min(...steps), Math.max(...steps)];
-  const [y0, y1] = bounds(usable.flatMap((line) => line.all.map((point) => point[1])), log, fixed);
-  const x = scale(x0, x1 > x0 ? x1 : x0 + 1, LEFT, WIDTH - RIGHT, false);
+  const [least, most] = [Math.min(...steps), Math.max(...steps)];
+  const [x0, x1] = most > least ? [least, most] : [least - 0.5, least + 0.5]; // a single point stands in the middle
+  const [y0, y1] = bounds(usable.flatMap((line) => [...line.all.map((point) => point[1]), ...line.band.flatMap(([, low, high]) => [low, high])]), log, fixed);
+  const x = scale(x0, x1, LEFT, WIDTH - RIGHT, false);
   const y = scale(y0, y1, HEIGHT - BOTTOM, TOP, log);
-  const parts = [...band(range, y0, y1, y), ...axes(x0, x1, y0, y1, x, y, log)];
-  for (const line of usable) parts.push(...drawn(line, x, y, line.points.length > 1 || usable.length === 1));
+  const parts = [...band(range, y0, y1, y), ...axes(most > least ? [x0, x1] : [least], y0, y1, x, y, log)];
+  for (const line of usable) parts.push(...drawn(line, x, y));
   const cross = s("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   const label = `${title}: ${usable.map((line) => `${line.name} ${number(line.all[line.all.length - 1][1])}`).join(", ")}`;
   const svg = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": label }, parts, cross);
@@ -119,7 +129,7 @@ export function chart({ title, lines, range, log = false, smooth = 0, fixed, not
     HOVERED.dispatchEvent(new CustomEvent("step", { detail: Math.min(x1, Math.max(x0, step)) }));
   });
   svg.addEventListener("pointerleave", () => HOVERED.dispatchEvent(new CustomEvent("step", { detail: null })));
-  const figure = h("figure", { class: "chart" }, h("figcaption", null, h("span", null, title), note, where), svg, h("div", { class: "legend" }, legend));
+  const figure = h("figure", { class: "chart" }, h("figcaption", null, told, note, where), svg, h("div", { class: "legend" }, legend));
   const follow = ({ detail }) => {
     if (!figure.isConnected) return HOVERED.removeEventListener("step", follow);
     cross.setAttribute("visibility", detail === null || detail < x0 || detail > x1 ? "hidden" : "visible");
@@ -130,8 +140,12 @@ export function chart({ title, lines, range, log = false, smooth = 0, fixed, not
     const at = nearest(usable[0].all, detail)[0];
     cross.setAttribute("x1", x(at));
     cross.setAttribute("x2", x(at));
-    replace(where, `step ${number(at, 9)}`);
-    usable.forEach((line, i) => replace(values[i], number(nearest(line.all, at)[1], 4)));
+    replace(where, `${axis} ${number(at, axis === "step" ? 9 : 4)}`);
+    usable.forEach((line, i) => {
+      const [place, value] = nearest(line.all, at);
+      const interval = line.band.find(([one]) => one === place);
+      replace(values[i], number(value, 4), interval && h("span", { class: "soft" }, ` ${number(interval[1])} to ${number(interval[2])}`));
+    });
   };
   HOVERED.addEventListener("step", follow);
   return figure;
@@ -148,14 +162,15 @@ function band(range, y0, y1, y) {
   return found;
 }
 
-function axes(x0, x1, y0, y1, x, y, log) {
+function axes(ends, y0, y1, x, y, log) {
   const found = [];
   for (const value of log ? logTicks(y0, y1) : ticks(y0, y1, 4)) {
     found.push(s("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(value), y2: y(value) }));
     found.push(s("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)));
   }
-  for (const value of ticks(x0, x1 > x0 ? x1 : x0 + 1, 6, true)) {
-    found.push(s("text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, number(value, 9)));
+  const [x0, x1] = ends;
+  for (const value of x1 === undefined ? [x0] : ticks(x0, x1, 6, x1 - x0 >= 6)) {
+    found.push(s("text", { x: x(value), y: HEIGHT - 6, "text-anchor": "middle" }, number(value, x1 - x0 >= 6 ? 9 : 4)));
   }
   return found;
 }
@@ -166,7 +181,7 @@ export function interval(marks, label) {
   const parts = [s("line", { class: "grid", x1: 4, x2: 276, y1: 14, y2: 14 })];
   for (const value of [0, 0.25, 0.5, 0.75, 1]) parts.push(s("line", { class: "grid", x1: x(value), x2: x(value), y1: 11, y2: 17 }));
   marks.forEach(({ value, low, high, kind }, i) => {
-    const y = marks.length > 1 ? 9 + 10 * i : 14;
+    const y = marks.length > 1 ? 7 + (14 * i) / (marks.length - 1) : 14;
     if (low !== undefined && low !== null) parts.push(s("line", { class: `whisker ${kind}`, x1: x(low), x2: x(high), y1: y, y2: y }));
     parts.push(s("circle", { class: kind, cx: x(value), cy: y, r: 4 }));
   });

@@ -1,24 +1,68 @@
-// Every metric of every run.
+// Every metric of every run, and what each means.
 
-import { h, replace, later } from "./dom.js";
+import { h, choice, replace, later } from "./dom.js";
 import { chart } from "./chart.js";
 
-// The healthy range of a metric; names of ranges may hold parts such as <tool>.
-export function rangeOf(ranges, key) {
-  if (ranges[key]) return ranges[key];
-  for (const [name, range] of Object.entries(ranges)) {
-    if (!name.includes("<")) continue;
-    const pattern = name.split(/<[^>]*>/).map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("[^/]+");
-    if (new RegExp(`^${pattern}$`).test(key)) return range;
+const AXES = [["step", "step"], ["tokens", "tokens"], ["time", "time"], ["cost", "cost"]];
+
+// What a table says of a metric; its names may hold parts such as <tool>.
+export function named(table, key) {
+  if (Object.hasOwn(table, key)) return table[key];
+  let found = null, least = Infinity;
+  for (const [name, value] of Object.entries(table)) {
+    const parts = name.split(/<[^>]*>/);
+    if (parts.length === 1 || parts.length >= least) continue;
+    const pattern = parts.map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("[^/]+");
+    if (new RegExp(`^${pattern}$`).test(key)) [found, least] = [value, parts.length];
   }
-  return null;
+  return found;
 }
+
+const bounds = ([low, high]) => (low === null ? `at most ${high}` : high === null ? `at least ${low}` : `${low} to ${high}`);
+
+// The name of a metric, which says what it means once it is pointed at, focused or pressed.
+export function heading(app, key) {
+  const box = h("div", { class: "meaning", role: "tooltip", hidden: true });
+  const button = h("button", { class: "plain term", "aria-expanded": "false" }, key);
+  const show = (open) => {
+    if (open) replace(box, meaning(app, key));
+    box.hidden = !open;
+    button.setAttribute("aria-expanded", String(open));
+  };
+  let held = false;
+  button.addEventListener("click", () => show((held = !held)));
+  button.addEventListener("keydown", (event) => event.key === "Escape" && show((held = false)));
+  const whole = h("span", { class: "heading" }, button, box);
+  whole.addEventListener("pointerenter", (event) => event.pointerType === "mouse" && show(true));
+  whole.addEventListener("pointerleave", () => show(held));
+  button.addEventListener("focus", () => button.matches(":focus-visible") && show(true));
+  button.addEventListener("blur", () => show((held = false)));
+  return whole;
+}
+
+const brief = (text) => (text.length > 110 ? `${text.slice(0, 100).replace(/\W*\w*$/, "")}…` : text);
+
+function meaning(app, key) {
+  const { metrics, watched, conditions } = app.meanings;
+  const own = key.startsWith("eval/") || key.startsWith("env/") || key.startsWith("reward/");
+  const one = named(metrics, key) ?? {};
+  const range = named(app.about.ranges, key);
+  const found = [["means", one.meaning ?? (own ? "" : "a metric of your own: nothing is written of it")], ["healthy", [range && bounds(range), one.healthy].filter(Boolean).join("; ")], ["else", one.remedy], ["computed in", one.where && h("code", null, one.where)],
+    ["interval", app.runs.some((run) => run.band(key).length) && "the band: 95 %, over tasks"]];
+  const health = (watched[key] ?? []).map((name) => h("li", null, h("b", null, name.replaceAll("_", " ")), `: ${brief(conditions[name] ?? "")}`));
+  return [h("dl", null, found.filter(([, text]) => text).map(([name, text]) => h("div", null, h("dt", null, name), h("dd", null, text)))),
+    health.length ? [h("div", { class: "soft" }, "health looks at it:"), h("ul", null, health)] : null];
+}
+
+const IS_BOUND = /_(?:low|high)$/;
 
 function keysOf(runs) {
   const keys = new Set();
-  for (const run of runs) for (const key of run.series.keys()) keys.add(key);
+  for (const run of runs) for (const key of run.all().keys()) keys.add(key);
   const groups = new Map();
   for (const key of [...keys].sort()) {
+    const base = key.replace(IS_BOUND, "");
+    if (base !== key && (keys.has(base) || keys.has(`${base}/mean`))) continue; // it is drawn as a band
     const group = key.includes("/") ? key.slice(0, key.indexOf("/")) : "other";
     groups.set(group, [...(groups.get(group) ?? []), key]);
   }
@@ -36,21 +80,39 @@ function outside(range, lines) {
 }
 
 export function curvesView(app, params) {
-  const state = { text: params.q ?? "", smooth: Number(params.smooth ?? 0), log: params.log === "1", constant: params.constant === "1" };
+  const state = { text: params.q ?? "", smooth: Number(params.smooth ?? 0), log: params.log === "1", constant: params.constant === "1", axis: params.axis ?? "step", price: Number(params.price ?? 1) };
   const body = h("div");
+  const contents = h("nav", { class: "contents", "aria-label": "sections" });
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) if (entry.isIntersecting) draw(entry.target);
   }, { rootMargin: "400px" });
   const slots = new Map(); // element -> key
-  let drawn = "";
+  let drawn = "", unit = ["step", 1];
+
+  // What x is called, and how many of what is summed one of it is.
+  function unitOf() {
+    if (state.axis === "step") return ["step", 1];
+    if (state.axis === "cost") return ["cost", 3600 / (state.price || 1)];
+    const most = Math.max(1, ...app.runs.map((run) => Math.max(0, ...run.spent(state.axis).values())));
+    if (state.axis === "tokens") return most > 2e6 ? ["million tokens", 1e6] : ["tokens", 1];
+    return most > 7200 ? ["hours", 3600] : most > 300 ? ["minutes", 60] : ["seconds", 1];
+  }
+
+  function lineOf(run, shade, key) {
+    const spent = state.axis === "step" ? null : run.spent(state.axis);
+    const place = (step) => (spent === null ? step : (spent.get(step) ?? 0) / unit[1]);
+    const points = run.series(key).map(([step, value]) => [place(step), value]);
+    return { name: app.runs.length > 1 ? run.name : "", shade, points, band: run.band(key).map(([step, low, high]) => [place(step), low, high]) };
+  }
 
   function draw(slot) {
+    if (slot.querySelector(".meaning:not([hidden])")) return; // somebody reads it
     const key = slots.get(slot);
-    const lines = app.runs.map((run, shade) => ({ name: app.runs.length > 1 ? run.name : "", shade, points: run.series(key) })).filter((line) => line.points.length);
-    const range = rangeOf(app.about.ranges, key);
+    const lines = app.runs.map((run, shade) => lineOf(run, shade, key)).filter((line) => line.points.length);
+    const range = named(app.about.ranges, key);
     const note = outside(range, lines) ? h("span", { class: "bad" }, " outside of its healthy range") : null;
-    const figure = chart({ title: key, lines, range, log: state.log, smooth: state.smooth, note });
-    replace(slot, figure ?? h("figure", { class: "chart" }, h("figcaption", null, key), h("p", { class: "soft" }, "no positive value")));
+    const figure = chart({ title: key, told: heading(app, key), lines, range, log: state.log, smooth: state.smooth, note, axis: unit[0] });
+    replace(slot, figure ?? h("figure", { class: "chart" }, h("figcaption", null, heading(app, key)), h("p", { class: "soft" }, "no positive value")));
     seen.unobserve(slot);
   }
 
@@ -59,6 +121,7 @@ export function curvesView(app, params) {
     const fits = (key) => wanted.every((word) => key.toLowerCase().includes(word));
     seen.disconnect();
     slots.clear();
+    unit = unitOf();
     let constant = 0;
     const varies = (key) => {
       const varied = app.runs.some((run) => {
@@ -68,18 +131,23 @@ export function curvesView(app, params) {
       constant += varied ? 0 : 1;
       return varied || state.constant || wanted.length > 0;
     };
-    const groups = keysOf(app.runs.map((run) => ({ series: run.all() }))).map(([name, keys]) => [name, keys.filter((key) => fits(key) && varies(key))]).filter(([, keys]) => keys.length);
+    const groups = keysOf(app.runs).map(([name, keys]) => [name, keys.filter((key) => fits(key) && varies(key))]).filter(([, keys]) => keys.length);
     const layout = JSON.stringify([groups, constant]);
     if (layout === drawn && groups.length) { // only the values are new
       for (const slot of body.querySelectorAll(".slot")) seen.observe(slots.set(slot, slot.dataset.key) && slot);
       return;
     }
     drawn = layout;
-    replace(body, groups.length ? groups.map(([name, keys]) => h("section", null, h("h2", null, name), h("div", { class: "charts" }, keys.map((key) => {
+    const sections = groups.map(([name, keys]) => h("section", { "data-section": name }, h("h2", { tabindex: -1 }, name), h("div", { class: "charts" }, keys.map((key) => {
       const slot = h("div", { class: "slot", "data-key": key });
       slots.set(slot, key);
       return slot;
-    })))) : h("p", { class: "empty" }, app.runs.every((run) => run.rows.length === 0) ? "No step is whole yet." : "No metric is named so."));
+    }))));
+    replace(contents, groups.map(([name, keys], i) => h("button", { class: "plain", onclick: () => {
+      sections[i].scrollIntoView();
+      sections[i].querySelector("h2").focus({ preventScroll: true });
+    } }, name, h("span", { class: "soft" }, ` ${keys.length}`))));
+    replace(body, groups.length ? sections : h("p", { class: "empty" }, app.runs.every((run) => run.rows.length === 0) ? "No step is whole yet." : "No metric is named so."));
     if (constant && !wanted.length) body.append(h("p", { class: "soft" }, state.constant ? "" : `${constant} metrics never change and are not drawn. `,
       h("button", { onclick: () => change({ constant: !state.constant }) }, state.constant ? "Leave out what never changes" : "Draw them too")));
     for (const slot of slots.keys()) seen.observe(slot);
@@ -87,15 +155,19 @@ export function curvesView(app, params) {
 
   function change(given) {
     Object.assign(state, given);
-    app.remember({ q: state.text, smooth: state.smooth || "", log: state.log ? 1 : "", constant: state.constant ? 1 : "" });
+    app.remember({ q: state.text, smooth: state.smooth || "", log: state.log ? 1 : "", constant: state.constant ? 1 : "", axis: state.axis === "step" ? "" : state.axis, price: state.axis === "cost" ? state.price : "" });
+    price.hidden = state.axis !== "cost";
     update();
   }
 
   const box = h("input", { type: "search", value: state.text, placeholder: "filter metrics", "aria-label": "filter metrics", oninput: later(80, () => change({ text: box.value })) });
   const slider = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: state.smooth, "aria-label": "smoothing", oninput: later(30, () => change({ smooth: Number(slider.value) })) });
   const log = h("input", { type: "checkbox", checked: state.log, onchange: () => change({ log: log.checked }) });
+  const money = h("input", { type: "number", min: 0, step: "any", value: state.price, "aria-label": "price of an hour", oninput: later(80, () => change({ price: Number(money.value) || 1 })) });
+  const price = h("label", { class: "field", hidden: state.axis !== "cost", title: "of all machines of a run; the cost is that of the time of its steps" }, h("span", null, "price of an hour"), money);
   const legend = app.runs.length > 1 && h("div", { class: "legend" }, app.runs.map((run, i) => h("span", null, h("i", { style: { background: `var(--line-${i % 8})` } }), run.name)));
-  const element = h("div", { class: "view" }, h("h1", { class: "hidden" }, "Curves"), h("div", { class: "bar" }, box, h("label", { class: "field" }, h("span", null, "smoothing"), slider), h("label", { class: "tick" }, log, "log scale"), legend), body);
+  const element = h("div", { class: "view" }, h("h1", { class: "hidden" }, "Curves"),
+    h("div", { class: "bar" }, box, choice("by", AXES, state.axis, (axis) => change({ axis })), price, h("label", { class: "field" }, h("span", null, "smoothing"), slider), h("label", { class: "tick" }, log, "log scale")), legend, contents, body);
   update();
   return { element, title: "Curves", update, search: box, close: () => seen.disconnect() };
 }

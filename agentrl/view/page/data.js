@@ -25,9 +25,10 @@ function server() {
   const of = (run, what, query) => get(what, { run: names[run] ?? "", ...query });
   return {
     about: () => get("about", {}),
+    meanings: () => get("meanings", {}),
     runs: () => get("runs", {}),
     select: (given) => (names = given),
-    state: () => (names.length ? get("state", { runs: names.join("\n") }) : []),
+    state: (given) => (given.length ? get("state", { runs: given.join("\n") }) : []),
     metrics: (run, start, file) => of(run, "metrics", { start, of: file }),
     index: (run, files) => of(run, "index", { files: files.join("\n") }),
     previews: (run, file) => of(run, "previews", { file }),
@@ -57,6 +58,7 @@ function frozen(data) {
   const texts = (one) => one.told.map((told) => JSON.stringify(told.messages)).join("\n").toLowerCase();
   return {
     about: async () => data.about,
+    meanings: async () => data.about.meanings,
     select: () => {},
     state: async () => data.runs.map((run) => run.state),
     metrics: async (run, start) => {

@@ -2,6 +2,7 @@
 
 import { h, number, percent, replace, later } from "./dom.js";
 import { chart, interval } from "./chart.js";
+import { heading } from "./curves.js";
 
 const MAIN = ["reward/mean", "groups/varied", "train/entropy", "train/grad_norm", "rollout/turns_mean"];
 
@@ -16,7 +17,10 @@ export function accuracies(run) {
   for (const row of run.rows) {
     for (const [key, value] of Object.entries(row)) {
       const m = /^eval\/(.+)\/accuracy$/.exec(key);
-      if (m && typeof value === "number") at(m[1], row.step).accuracy = value;
+      if (!m || typeof value !== "number") continue;
+      const one = at(m[1], row.step);
+      one.accuracy = value;
+      for (const end of ["low", "high"]) if (typeof row[`${key}_${end}`] === "number") one[end] = row[`${key}_${end}`];
     }
   }
   for (const one of run.evaluations) Object.assign(at(one.split, one.step), one);
@@ -45,22 +49,32 @@ function untaught(run, split) {
   return { accuracy, low, high };
 }
 
-function card(app, number_, split, rows, taught) {
+// What is known of a split, each with its name: before training, after the recipe's start, and the newest.
+function moments(run, split, rows) {
   const first = rows[0], last = rows[rows.length - 1];
-  const changed = rows.length > 1;
-  const marks = (changed ? [{ ...first, kind: "before" }, { ...last, kind: "after" }] : [{ ...last, kind: "after" }])
-    .map((one) => ({ value: one.accuracy, low: one.low, high: one.high, kind: one.kind }));
-  const span = (one) => (one.low === undefined ? "" : `${percent(one.low)} to ${percent(one.high)}`);
+  const taught = untaught(run, split);
+  const trains = run.rows.length > 0;
+  const found = [];
+  if (taught) found.push({ ...taught, when: "before", step: null });
+  if (trains && first.step === 0) found.push({ ...first, when: taught ? "after the start" : "before" });
+  const over = !run.state.training && last.step === run.rows.at(-1)?.step;
+  if (last !== first || found.length === 0) found.push({ ...last, when: !trains ? "evaluated" : over ? "after" : `at step ${last.step}` });
+  return found;
+}
+
+function card(app, number_, split, rows) {
+  const told = moments(app.runs[number_], split, rows);
+  const last = told[told.length - 1];
+  const marks = told.map((one, i) => ({ value: one.accuracy, low: one.low, high: one.high, kind: i === told.length - 1 ? "after" : "before" }));
+  const span = (one) => (typeof one.low !== "number" ? "" : `${percent(one.low)} to ${percent(one.high)}`);
   const reward = (one) => one.reward === undefined || Math.abs(one.reward - one.accuracy) < 1e-9 ? "" : `reward ${number(one.reward)} (${number(one.reward_low)} to ${number(one.reward_high)})`;
-  const told = changed ? `${percent(first.accuracy)} before, ${percent(last.accuracy)} after` : percent(last.accuracy);
   const link = last.file && h("a", { href: app.link("samples", { run: number_, split, step: last.step, outcome: "unsolved" }) }, "unsolved samples");
   return h("div", { class: "card" },
     h("div", { class: "soft" }, split, ", held out"),
-    h("div", { class: "figure" }, changed && [h("span", { class: "soft" }, percent(first.accuracy)), " → "], percent(last.accuracy)),
-    interval(marks, `${split}: ${told}`),
-    taught && h("div", { class: "soft" }, `${percent(taught.accuracy)} before the start taught it${taught.low === undefined ? "" : ` (${span(taught)})`}`),
-    h("table", { class: "small" }, [changed ? ["before", first] : null, [changed ? "after" : "now", last]].filter(Boolean).map(([when, one]) =>
-      h("tr", null, h("th", { scope: "row" }, when), h("td", null, `step ${one.step}`), h("td", null, span(one)), h("td", null, reward(one)), h("td", null, one.tasks && `${one.tasks} tasks`)))),
+    h("div", { class: "figure" }, told.map((one, i) => (i < told.length - 1 ? [h("span", { class: "soft" }, percent(one.accuracy)), " → "] : percent(one.accuracy)))),
+    interval(marks, `${split}: ${told.map((one) => `${percent(one.accuracy)} ${one.when}`).join(", ")}`),
+    h("table", { class: "small" }, told.map((one) =>
+      h("tr", null, h("th", { scope: "row" }, one.when), h("td", null, one.step === null || one.when.startsWith("at step") ? "" : `step ${one.step}`), h("td", null, span(one)), h("td", null, reward(one)), h("td", null, one.tasks && `${one.tasks} tasks`)))),
     link && h("div", null, link));
 }
 
@@ -129,22 +143,63 @@ function places(run) {
   return h("section", null, h("h3", null, "Where results lie"), table(["what", "where"], rows));
 }
 
-function main(run) {
-  const held = [...accuracies(run)].map(([name, rows], shade) => ({ name, shade, points: rows.map((row) => [row.step, row.accuracy]) }));
+function main(app, run) {
+  const held = [...accuracies(run)].map(([name, rows], shade) => ({ name, shade, points: rows.map((row) => [row.step, row.accuracy]), band: rows.filter((row) => typeof row.low === "number").map((row) => [row.step, row.low, row.high]) }));
   const found = [held.length ? chart({ title: "Held-out accuracy", lines: held, fixed: [0, 1] }) : null];
-  for (const key of MAIN) found.push(chart({ title: key, lines: [{ name: run.name, shade: 0, points: run.series(key) }] }));
+  for (const key of MAIN) found.push(chart({ title: key, told: heading(app, key), lines: [{ name: run.name, shade: 0, points: run.series(key) }] }));
   return found.filter(Boolean);
+}
+
+// Several runs beside each other: their figures, and the keys in which their recipes differ.
+function compared(app) {
+  const { runs } = app;
+  const splits = [...new Set(runs.flatMap((run) => [...accuracies(run).keys()]))];
+  const rows = splits.map((split) => [`${split}, accuracy`, ...runs.map((run) => {
+    const told = accuracies(run).get(split);
+    if (!told) return "";
+    const all = moments(run, split, told), last = all[all.length - 1];
+    return [all.length > 1 ? `${percent(all[0].accuracy)} → ` : "", h("b", null, percent(last.accuracy)), typeof last.low === "number" ? h("span", { class: "soft" }, ` ${percent(last.low)} to ${percent(last.high)}`) : ""];
+  })]);
+  rows.push(["reward/mean", ...runs.map((run) => number(run.series("reward/mean").at(-1)?.[1]))]);
+  rows.push(["step", ...runs.map((run) => String(run.rows.at(-1)?.step ?? ""))]);
+  const trees = runs.map((run) => new Map(flat(run.state.recipes.filter((recipe) => recipe.tree).at(-1)?.tree ?? {})));
+  const keys = [...new Set(trees.flatMap((tree) => [...tree.keys()]))].filter((key) => key && key !== "output" && new Set(trees.map((tree) => tree.get(key))).size > 1);
+  for (const key of keys) rows.push([h("code", null, key), ...trees.map((tree) => tree.get(key) ?? "")]);
+  return h("section", null, h("h2", { tabindex: -1 }, "Side by side"), table(["", ...runs.map((run) => run.name)], rows));
 }
 
 export function overviewView(app) {
   const element = h("div", { class: "view" });
+  const parts = [["health", "Health"], ["results", "Results"], ["curves", "Curves"], ["recipe", "Recipe"], ["places", "Where results lie"]];
+
+  function contents() {
+    const go = (place) => {
+      const section = element.querySelector(`[data-section="${place}"]`);
+      section.scrollIntoView();
+      section.querySelector("h2, h3")?.focus({ preventScroll: true });
+    };
+    const there = app.runs.length > 1 ? [["beside", "Side by side"], ...app.runs.map((run, i) => [`run-${i}`, run.name])] : parts;
+    return h("nav", { class: "contents", "aria-label": "sections" }, there.filter(([place]) => element.querySelector(`[data-section="${place}"]`)).map(([place, text]) => h("button", { class: "plain", onclick: () => go(place) }, text)));
+  }
+
+  const part = (place, section) => {
+    section?.setAttribute("data-section", place);
+    section?.querySelector("h3")?.setAttribute("tabindex", "-1");
+    return section;
+  };
+
   function update() {
     if (element.contains(document.activeElement) && document.activeElement.matches("input")) return; // somebody writes there
+    if (element.querySelector(".meaning:not([hidden])")) return; // somebody reads there
     const opened = new Set([...element.querySelectorAll("details[open]")].map((one, i) => i));
-    replace(element, h("h1", { class: "hidden" }, "Overview"), app.about.note ? h("p", { class: "soft" }, app.about.note) : null, app.runs.map((run, i) => h("section", { class: "run" },
-      h("h2", null, run.name), status(run), health(run),
-      h("div", { class: "cards" }, [...accuracies(run)].map(([split, rows]) => card(app, i, split, rows, untaught(run, split)))),
-      h("div", { class: "charts" }, main(run)), recipes(run), places(run))));
+    const curves = (run) => h("section", null, h("h3", null, "Curves"), h("div", { class: "charts" }, main(app, run)));
+    const results = (run, i) => {
+      const cards = [...accuracies(run)].map(([split, rows]) => card(app, i, split, rows));
+      return cards.length ? h("section", null, h("h3", null, "Results"), h("div", { class: "cards" }, cards)) : null;
+    };
+    replace(element, h("h1", { class: "hidden" }, "Overview"), app.about.note ? h("p", { class: "soft" }, app.about.note) : null, app.runs.length > 1 ? part("beside", compared(app)) : null,
+      app.runs.map((run, i) => h("section", { class: "run", "data-section": `run-${i}` }, h("h2", { tabindex: -1 }, run.name), status(run), part("health", health(run)), part("results", results(run, i)), part("curves", curves(run)), part("recipe", recipes(run)), part("places", places(run)))));
+    element.querySelector("h1").after(contents());
     [...element.querySelectorAll("details")].forEach((one, i) => opened.has(i) && (one.open = true));
   }
   update();

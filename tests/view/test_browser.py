@@ -1,10 +1,13 @@
 """The page in Chromium: what is seen, keys, filters, hostile texts, accessibility. One browser for all of it."""
 
 import asyncio
+import csv
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import axe_core_python
 import pytest
@@ -12,6 +15,7 @@ from browser import Browser
 from view_help import HOSTILE, embedded, group, journal, learned, run_folder, trajectory
 from vision_help import file_of, picture
 
+from agentrl.cli.main import run
 from agentrl.learner.monitors import WATCHED
 from agentrl.view.catalog import Catalog
 from agentrl.view.freeze import write_report
@@ -173,6 +177,104 @@ def test_what_the_conversations_say_is_found(browser: Browser, served: Served) -
     assert browser.evaluate("app.list.map(i => app.samples.column.task[i])") == ["test-hostile"] * 2
     go(browser, "#samples?outcome=failed", "app.list.length === 2")
     go(browser, "#samples?split=train&errors=no&step=2", "app.list.length === 8")
+
+
+QUERIES = {
+    "reward<1 AND kind:odd": 54,
+    "reward<1 kind:odd": 54,
+    "reward<1 NOT kind:odd": 24,
+    "NOT (reward>=1 OR kind:odd)": 26,
+    "owned OR left": 4,
+    '"What is" (owned OR left)': 2,
+    "tool:calculator NOT tool:*": 0,
+    "failed_tool:none": 144,
+    "part.answer<1": 78,
+    "finish!=stop": 2,
+    "finish:s*p": 142,
+    'data.question:"what is test-3?"': 2,
+    "boundary:tool": 2,
+    "label:*": 0,
+}
+"""What is typed, and how many samples it finds."""
+
+WRONG = {
+    "rewrd<1": "rewrd: no such column, reward part or field of the tasks; did you mean reward?",
+    "http://x": 'To look for the text, write "http://x"',
+    "reward<x": 'reward<x: "x" is no number',
+    "finish:": "a value is missing after finish:",
+    "(a": "a ( is not closed",
+    "a)": "a ) has no (",
+    "a AND": "AND: something is missing after it",
+    "OR a": "OR: something is missing before it",
+    "NOT": "NOT: something is missing after it",
+    'a "b': 'a " is not closed',
+}
+
+
+def test_a_query_finds_what_it_says_and_what_is_wrong_with_it_is_said(browser: Browser, served: Served) -> None:
+    for asked, count in QUERIES.items():
+        go(browser, f"#samples?{urlencode({'q': asked})}", f"app.list.length === {count}")
+        assert browser.evaluate("document.querySelector('main .bad:not([role=img])')") is None, asked
+    for asked, said in WRONG.items():
+        go(browser, f"#samples?{urlencode({'q': asked})}", "document.querySelector('[aria-invalid=true]')")
+        assert said in text(browser), asked
+    go(browser, "#samples?q=finish:stpo", "app.list.length === 0")
+    assert "No sample has finish stpo; did you mean stop?" in text(browser)
+
+
+def test_the_field_suggests_names_and_values(browser: Browser, served: Served) -> None:
+    go(browser, "#samples")
+    browser.key("/")
+    browser.write("reward<1 (fin")
+    for key in ("ArrowDown", "Enter"):  # finish:
+        browser.key(key)
+    assert browser.evaluate("[...document.querySelectorAll('[role=option] b')].map(one => one.textContent)") == [
+        "finish:stop", "finish:error",
+    ]  # fmt: skip
+    browser.key("ArrowDown")
+    assert browser.evaluate("document.activeElement.getAttribute('aria-activedescendant')") == "suggested-0"
+    browser.key("Tab")
+    browser.write("OR ki")
+    for key in ("ArrowDown", "Enter", "ArrowDown", "Enter"):
+        browser.key(key)
+    browser.write(")")
+    assert browser.evaluate("document.activeElement.value") == "reward<1 (finish:stop OR kind:even )"
+    browser.until("app.list.length === 78")
+    browser.key("Escape")
+
+
+def test_what_scanners_found_is_filtered(browser: Browser, served: Served) -> None:
+    assert run(["scan", str(served.folder), "--split", "large", "--step", "2", "--scanner", "miscopied_number"]) == 0
+    go(browser, "#samples", "document.querySelector('[aria-label=scanner]')")
+    browser.evaluate("document.querySelector('[aria-label=scanner]').selectedIndex = 1")
+    browser.evaluate("document.querySelector('[aria-label=scanner]').dispatchEvent(new Event('change'))")
+    found = browser.until("app.list.length === 12 && location.hash")
+    assert "scan%3Amiscopied_number" in found
+    browser.key("j")
+    browser.key("Enter")
+    browser.until("document.querySelector('.chat')")
+    assert "scan: miscopied_number" in text(browser, ".summary")
+
+
+def test_columns_are_chosen_and_given_as_a_file(browser: Browser, served: Served, tmp_path: Path) -> None:
+    browser.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
+    go(browser, "#samples?q=split:large step:2&cols=task,kind,part.answer", "app.list.length === 30")
+    heads = browser.evaluate("[...document.querySelectorAll('[role=columnheader]')].map(one => one.innerText)")
+    assert heads == ["task", "kind", "answer"]
+    browser.evaluate("document.querySelector('.more').open = true")
+    browser.until("document.querySelector('.ticks input')")
+    browser.evaluate("[...document.querySelectorAll('.ticks label')].find(one => one.innerText === 'tool').click()")
+    assert "part.answer%2Ctool" in browser.evaluate("location.hash")
+    browser.evaluate("[...document.querySelectorAll('.more button')].find(one => one.innerText === 'CSV').click()")
+    for _ in range(2000):
+        if (tmp_path / "samples.csv").is_file():
+            break
+        time.sleep(0.01)
+    rows = list(csv.DictReader((tmp_path / "samples.csv").open()))
+    assert len(rows) == 30
+    assert rows[1]["task"] == "large-1"
+    assert (rows[1]["part.answer"], rows[1]["tool"]) == ("0", "calculator")
+    browser.evaluate("localStorage.removeItem('agentrl-columns')")
 
 
 def test_a_token_tells_what_is_known_of_it(browser: Browser, served: Served) -> None:

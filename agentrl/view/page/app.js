@@ -294,6 +294,7 @@ class App {
       this.update();
     }
     if (!OF_SAMPLES.has(this.name)) return;
+    await this.notes(run, i, wanted);
     const before = this.samples.chunks.size;
     this.samples.take(i, files, {});
     const due = files.filter((file) => !this.samples.has(i, file)).reverse();
@@ -311,6 +312,17 @@ class App {
       this.samples.build();
       this.update();
     }
+  }
+
+  // Read what people said of samples, where that changed.
+  async notes(run, i, wanted) {
+    const of = run.state.notes;
+    if (run.notesOf === of) return;
+    const said = of ? await this.source.notes(i) : {};
+    if (!wanted()) return;
+    run.notesOf = of;
+    this.samples.say(i, said);
+    this.update();
   }
 
   key(event) {

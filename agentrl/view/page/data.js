@@ -1,9 +1,10 @@
 // Where the page's data comes from: the server, or what is embedded in a frozen page. Both give the same.
 
-// The token of the printed address, which the address then no longer shows. Other tabs of this origin find it too.
+// The token of the printed address, or of a copied link, which the address then no longer shows. Other tabs of this
+// origin find it too.
 function token() {
-  const given = /^#token=([\w-]+)$/.exec(location.hash)?.[1];
-  if (given) history.replaceState(null, "", location.pathname);
+  const [, given, place] = /^#token=([\w-]+)(?:&at=(.*))?$/.exec(location.hash) ?? [];
+  if (given) history.replaceState(null, "", place ? `#${place}` : location.pathname);
   try {
     if (given) localStorage.setItem("agentrl-token", given);
     return given ?? localStorage.getItem("agentrl-token") ?? "";
@@ -13,17 +14,28 @@ function token() {
 }
 
 function server() {
-  const headers = { "X-Agentrl-Token": token() };
-  async function get(what, query) {
-    const answer = await fetch(`api/${what}?${new URLSearchParams(query)}`, { headers });
+  const key = token();
+  const headers = { "X-Agentrl-Token": key };
+  async function told(answer) {
     const found = await answer.json().catch(() => ({ error: `${answer.status}` }));
     if (!answer.ok) throw Object.assign(new Error(found.error ?? `${answer.status}`), { answered: true });
     return found;
   }
+  const get = async (what, query) => told(await fetch(`api/${what}?${new URLSearchParams(query)}`, { headers }));
+  const post = (what, body) => fetch(`api/${what}`, { method: "POST", headers: { ...headers, "Content-Type": "application/json" }, body: JSON.stringify(body) });
   let names = []; // of the runs that are shown: runs are asked for by their place among them
   // What is sent of a run has its name: { run: name of app.runs[run] }.
   const of = (run, what, query) => get(what, { run: names[run] ?? "", ...query });
   return {
+    // An address of what is shown that another browser of the same user can open.
+    link: () => `${location.origin}/#token=${key}&at=${location.hash.slice(1)}`,
+    notes: (run) => of(run, "notes", {}),
+    note: async (run, change) => told(await post("note", { ...change, run: names[run] ?? "" })),
+    selection: async (body) => {
+      const samples = body.samples.map((one) => ({ ...one, run: names[one.run] ?? "" }));
+      const answer = await post("selection", { ...body, samples });
+      return answer.ok ? answer.blob() : told(answer);
+    },
     about: () => get("about", {}),
     meanings: () => get("meanings", {}),
     runs: () => get("runs", {}),
@@ -85,6 +97,7 @@ function frozen(data) {
       return Object.fromEntries(files.map((file) => [file, hits(file)]));
     },
     evaluations: async (run) => data.runs[run].evaluations,
+    notes: async (run) => data.runs[run].notes,
     why: async (run, file) => {
       const found = data.runs[run].why[file];
       if (found === undefined) throw new Error("not in this page: open the run with agentrl view");
@@ -101,8 +114,9 @@ export function openSource() {
 export const COLUMNS = [
   "task", "group", "sample", "environment", "reward", "solved", "finish", "left_out", "boundary", "tokens",
   "sampled_tokens", "tool_errors", "turns", "calls", "branches", "total_s", "engine_s", "tools_s", "environment_s",
-  "hooks_s", "advantage", "scan",
+  "hooks_s", "advantage", "scan", "tool", "failed_tool",
 ];
+const SAID = ["label", "note", "notes"]; // columns of what people said
 
 function comparison(values, sign) {
   if (values.some((v) => typeof v === "string")) {
@@ -118,12 +132,13 @@ export class Samples {
   constructor() {
     this.chunks = new Map(); // "run\nfile" -> {run, file, facts}
     this.errors = new Map(); // likewise -> line
+    this.said = new Map(); // run -> file -> row -> {labels, notes}
     this.clear();
   }
 
   clear() {
     this.count = 0;
-    this.column = Object.fromEntries(["run", "file", "row", "split", "step", "evaluation", ...COLUMNS].map((n) => [n, []]));
+    this.column = Object.fromEntries(["run", "file", "row", "split", "step", "evaluation", ...COLUMNS, ...SAID].map((n) => [n, []]));
     this.built = []; // chunks, in the order of the columns
     this.orders = new Map(); // see sorted
     this.fields = new Map(); // field of a task's data -> its values, some of them where there are many
@@ -161,6 +176,37 @@ export class Samples {
     for (const chunk of late.slice(this.built.length)) this.append(chunk);
     this.built = late;
     this.orders.clear();
+    this.tell();
+  }
+
+  // Take what people said of a run's samples.
+  say(run, said) {
+    this.said.set(run, said);
+    this.orders.clear();
+    this.tell();
+  }
+
+  tell() {
+    const { label, note, notes } = this.column;
+    label.fill(null);
+    note.fill(null);
+    notes.fill(0);
+    for (const [run, files] of this.said) {
+      for (const [file, rows] of Object.entries(files)) {
+        for (const [row, one] of Object.entries(rows)) {
+          const i = this.at(run, file, row);
+          if (i === undefined) continue;
+          label[i] = [...new Set(one.labels.map(([name]) => name))].join(" ") || null;
+          note[i] = one.notes.map(({ text }) => text).join("\n") || null;
+          notes[i] = one.notes.length;
+        }
+      }
+    }
+  }
+
+  // What people said of a sample: {labels, notes}.
+  saidOf(run, file, row) {
+    return this.said.get(run)?.[file]?.[row] ?? { labels: [], notes: [] };
   }
 
   order() {
@@ -179,7 +225,13 @@ export class Samples {
       if (Array.isArray(values)) for (let i = 0; i < count; i++) into.push(values[i]);
       else for (let i = 0; i < count; i++) into.push(values ?? null);
     }
+    for (const name of Object.keys(facts.parts)) this.column[`part.${name}`] ??= new Array(this.count).fill(null);
+    for (const name of Object.keys(this.column).filter((one) => one.startsWith("part."))) {
+      const values = facts.parts[name.slice(5)] ?? null;
+      for (let i = 0; i < count; i++) this.column[name].push(Array.isArray(values) ? values[i] : values);
+    }
     for (let i = 0; i < count; i++) {
+      for (const name of SAID) this.column[name].push(null);
       const row = rows === null ? i : rows[i];
       this.found.set(`${run}\n${file.name}\n${row}`, this.count + i);
       this.column.run.push(run);
@@ -201,7 +253,8 @@ export class Samples {
   // All samples in the order of a column, those without a value last; "-name": the largest first.
   sorted(sort) {
     if (!this.orders.has(sort)) {
-      const values = this.column[sort.replace(/^-/, "")];
+      const name = sort.replace(/^-/, "");
+      const values = this.column[name] ?? (this.fields.has(name) ? Array.from({ length: this.count }, (_, i) => this.data(i)[name] ?? null) : undefined);
       const order = Uint32Array.from({ length: this.count }, (_, i) => i);
       if (values !== undefined) order.sort(comparison(values, sort.startsWith("-") ? -1 : 1));
       this.orders.set(sort, order);

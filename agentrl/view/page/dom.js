@@ -67,6 +67,40 @@ export function choice(label, options, value, change) {
   return h("label", { class: "field" }, filter ? null : h("span", null, label), select);
 }
 
+// Put a text where it can be pasted from; where the browser forbids it, select it in a window of its own.
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = h("textarea", { "aria-label": "to copy", rows: 6, readonly: true });
+    const box = h("dialog", { "aria-label": "Copy", onclose: () => box.remove() }, h("p", null, "Copy this text:"), area, h("form", { method: "dialog" }, h("button", null, "Close")));
+    area.value = text;
+    document.body.append(box);
+    box.showModal();
+    area.select();
+    return false;
+  }
+}
+
+// A button that copies what `made` returns, and says so for a moment.
+export function copyButton(label, made, title) {
+  const said = h("span", { role: "status" }, label);
+  const button = h("button", { title, onclick: async () => {
+    if (!(await copy(await made()))) return;
+    replace(said, "copied");
+    setTimeout(() => replace(said, label), 1200);
+  } }, said);
+  return button;
+}
+
+// Give a file to the reader.
+export function download(blob, name) {
+  const url = URL.createObjectURL(blob);
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60000);
+}
+
 export function later(wait, action) {
   let timer = 0;
   return (...given) => {

@@ -1,49 +1,19 @@
 // Every sample of every step and split: a table to filter and sort.
 
-import { h, LongList, choice, number, replace, seconds, later } from "./dom.js";
+import { h, LongList, choice, copyButton, download, number, replace, seconds, later } from "./dom.js";
+import { names, query, quoted, suggestions, valueOf } from "./query.js";
 
 const ROW = 30; // pixels
-// [key, heading, width, priority on narrow screens (1: always), how a value is written]
-const SHOWN = [
-  ["mark", "", "2rem", 1],
-  ["step", "step", "3rem", 1],
-  ["split", "split", "5.5rem", 2],
-  ["task", "task", "8rem", 2],
-  ["prompt", "prompt", "minmax(9rem, 1fr)", 1],
-  ["reward", "reward", "4rem", 1],
-  ["advantage", "adv.", "3.6rem", 3],
-  ["finish", "finish", "5.5rem", 2],
-  ["turns", "turns", "3rem", 3],
-  ["tool_errors", "errors", "3.6rem", 3],
-  ["tokens", "tokens", "4rem", 3],
-  ["total_s", "time", "4.4rem", 3],
-];
-const OUTCOMES = [["", "all"], ["solved", "solved"], ["unsolved", "unsolved"], ["failed", "failed (machinery)"], ["untrained", "not trained on"], ["branched", "branched"]];
-const NUMBERS = new Set(["step", "reward", "advantage", "turns", "calls", "tool_errors", "tokens", "sampled_tokens", "total_s", "engine_s", "tools_s", "environment_s", "hooks_s", "group", "sample", "branches"]);
-const ALIASES = { errors: "tool_errors", time: "total_s", seconds: "total_s", length: "tokens" };
-const TERM = /([\w.]+)(<=|>=|:|=|<|>)("[^"]*"|\S+)|"([^"]*)"|(\S+)/g;
-
-const TESTS = {
-  ":": (a, b) => String(a).toLowerCase() === b.toLowerCase(),
-  "=": (a, b) => String(a).toLowerCase() === b.toLowerCase(),
-  "<": (a, b) => typeof a === "number" && a < Number(b),
-  ">": (a, b) => typeof a === "number" && a > Number(b),
-  "<=": (a, b) => typeof a === "number" && a <= Number(b),
-  ">=": (a, b) => typeof a === "number" && a >= Number(b),
+// name -> [heading, width, priority on narrow screens (1: always)]
+const KNOWN = {
+  mark: ["", "2rem", 1], step: ["step", "3rem", 1], split: ["split", "5.5rem", 2], task: ["task", "8rem", 2],
+  prompt: ["prompt", "minmax(9rem, 1fr)", 1], reward: ["reward", "4rem", 1], advantage: ["adv.", "3.6rem", 3],
+  finish: ["finish", "5.5rem", 2], turns: ["turns", "3rem", 3], tool_errors: ["errors", "3.6rem", 3],
+  label: ["label", "6rem", 2], tokens: ["tokens", "4rem", 3], total_s: ["time", "4.4rem", 3],
 };
-
-// What was typed: conditions on columns and task fields, and a text to look for in the conversations.
-export function parsed(text, samples) {
-  const conditions = [], words = [];
-  for (const m of text.matchAll(TERM)) {
-    const name = ALIASES[m[1]] ?? m[1];
-    const value = m[3]?.replace(/^"(.*)"$/, "$1");
-    if (name !== undefined && (Object.hasOwn(samples.column, name) || samples.fields.has(name))) conditions.push([name, m[2], value]);
-    else words.push(m[4] ?? m[5] ?? m[0]);
-  }
-  return { conditions, text: words.join(" ") };
-}
-
+const SHOWN = ["mark", "step", "split", "task", "prompt", "reward", "advantage", "finish", "turns", "tool_errors", "tokens", "total_s"];
+const MOST_COLUMNS = 24;
+const OUTCOMES = [["", "all"], ["solved", "solved"], ["unsolved", "unsolved"], ["failed", "failed (machinery)"], ["untrained", "not trained on"], ["branched", "branched"]];
 function solved(column, i) {
   return column.boundary[i] === null ? column.solved[i] : null;
 }
@@ -57,7 +27,8 @@ function outcomeTest(outcome, column) {
   return null;
 }
 
-export function chosen(samples, filter, hits) {
+// The samples that fit, in order. asked: what the field above the table asks for; hits: text -> the samples that say it.
+export function chosen(samples, filter, asked, hits) {
   const { column } = samples;
   const tests = [outcomeTest(filter.outcome, column)].filter(Boolean);
   for (const name of ["run", "split", "finish", "environment"]) {
@@ -69,16 +40,8 @@ export function chosen(samples, filter, hits) {
     const [low, high = low] = filter.step.split("-").map(Number);
     tests.push((i) => column.step[i] !== null && column.step[i] >= low && column.step[i] <= high);
   }
-  for (const [name, sign, value] of parsed(filter.q ?? "", samples).conditions) {
-    if (name === "scan") { // names of scanners that found something
-      tests.push((i) => (column.scan[i] ?? "").split(" ").includes(value));
-      continue;
-    }
-    const test = TESTS[sign];
-    const values = column[name];
-    tests.push(values ? (i) => test(values[i], value) : (i) => test(samples.data(i)[name], value));
-  }
-  if (hits) tests.push((i) => hits.has(i));
+  if (asked.error) return [];
+  if (asked.test) tests.push((i) => asked.test(i, hits));
   const found = [];
   for (const i of samples.sorted(filter.sort === "mark" ? "solved" : filter.sort === "-mark" ? "-solved" : (filter.sort ?? ""))) {
     let fits = true;
@@ -100,18 +63,105 @@ const WRITTEN = {
   total_s: seconds,
   step: (v) => (v === null ? "…" : String(v)),
 };
+const plain = (v) => (v === null || v === undefined ? "" : typeof v === "number" ? (Number.isInteger(v) ? String(v) : number(v)) : String(v));
+
+// The columns that the reader chose: of the address, else those of last time.
+function shownColumns(given) {
+  let kept = given;
+  try {
+    kept ??= localStorage.getItem("agentrl-columns");
+  } catch {} // this browser keeps nothing
+  const found = [...new Set((kept || "").split(",").filter(Boolean))].slice(0, MOST_COLUMNS);
+  return found.length ? found : SHOWN;
+}
+
+// The query with a condition in place of another of its own kind.
+function withTerm(text, former, next) {
+  const rest = former ? ` ${text} `.replace(` ${former} `, " ").trim() : text.trim();
+  const safe = next && /(^|\s)OR(\s|$)/.test(rest) ? `(${rest})` : rest;
+  return [safe, next].filter(Boolean).join(" ");
+}
 
 export function samplesView(app, params) {
   const filter = { ...params };
   let at = -1;
-  let hits = null;
+  let hits = new Map();
+  let searches = 0;
+  let columns = shownColumns(filter.cols);
   const { samples } = app;
+  let asked = query(filter.q ?? "", samples);
   const list = new LongList(ROW, row, { tabindex: 0, role: "rowgroup", "aria-label": "samples" });
   const count = h("span", { class: "soft", role: "status" });
   const head = h("div", { class: "row head", role: "row" });
   const bar = h("div", { class: "bar" });
-  const box = h("input", { type: "search", class: "wide", value: filter.q ?? "", placeholder: "text, or reward<1 kind:trip tokens>200", "aria-label": "search conversations", oninput: later(200, () => change({ q: box.value })) });
-  const template = () => SHOWN.map(([, , width]) => width).join(" ");
+  const box = h("input", { type: "search", value: filter.q ?? "", placeholder: 'text, or reward<1 AND (tool:search OR "left over") NOT label:good', "aria-label": "search conversations", role: "combobox", "aria-autocomplete": "list", "aria-expanded": "false", "aria-controls": "suggested", autocomplete: "off", spellcheck: "false" });
+  const suggested = h("ul", { id: "suggested", class: "suggested", role: "listbox", "aria-label": "suggestions", hidden: true });
+  const typed = later(200, () => change({ q: box.value }));
+  const field = h("div", { class: "wide combo" }, box, suggested);
+  let offered = [], offeredFrom = 0, offeredAt = -1;
+
+  function suggest() {
+    const found = suggestions(box.value, box.selectionStart ?? box.value.length, samples);
+    offered = document.activeElement === box ? found.options : [];
+    offeredFrom = found.from;
+    offeredAt = -1;
+    replace(suggested, offered.map(([text, what], k) => h("li", { role: "option", id: `suggested-${k}`, "aria-selected": "false", onpointerdown: (event) => {
+      event.preventDefault(); // the field keeps the focus
+      accept(k);
+    } }, h("b", null, text), h("span", { class: "soft" }, what))));
+    suggested.hidden = offered.length === 0;
+    box.setAttribute("aria-expanded", String(offered.length > 0));
+    box.removeAttribute("aria-activedescendant");
+  }
+
+  function close() {
+    offered = [];
+    suggested.hidden = true;
+    box.setAttribute("aria-expanded", "false");
+    box.removeAttribute("aria-activedescendant");
+  }
+
+  function accept(k) {
+    const [text] = offered[k];
+    const end = box.selectionStart ?? box.value.length;
+    const open = /[:<]$/.test(text); // a value comes next
+    const rest = box.value.slice(end);
+    box.value = `${box.value.slice(0, offeredFrom)}${text}${open || rest.startsWith(" ") ? "" : " "}${rest}`;
+    const cursor = offeredFrom + text.length + (open ? 0 : 1);
+    box.setSelectionRange(cursor, cursor);
+    if (open) suggest();
+    else close();
+    typed();
+  }
+
+  box.addEventListener("input", () => {
+    suggest();
+    typed();
+  });
+  box.addEventListener("blur", close);
+  box.addEventListener("keydown", (event) => {
+    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (by && suggested.hidden) suggest();
+    else if (by) {
+      suggested.children[offeredAt]?.setAttribute("aria-selected", "false");
+      offeredAt = (offeredAt + by + offered.length + (offeredAt < 0 && by < 0 ? 1 : 0)) % offered.length;
+      suggested.children[offeredAt].setAttribute("aria-selected", "true");
+      suggested.children[offeredAt].scrollIntoView({ block: "nearest" });
+      box.setAttribute("aria-activedescendant", `suggested-${offeredAt}`);
+    } else if ((event.key === "Enter" || event.key === "Tab") && offeredAt >= 0) accept(offeredAt);
+    else if (event.key === "Enter") {
+      close();
+      return;
+    } else if (event.key === "Escape" && !suggested.hidden) {
+      close();
+      event.stopPropagation(); // the next one leaves the field
+    } else return;
+    event.preventDefault();
+  });
+
+  const shape = (name) => KNOWN[name] ?? [name.replace(/^(part|data)\./, ""), "6rem", 3];
+  const template = (most) => columns.map(shape).filter(([, , priority]) => priority <= most).map(([, width]) => width).join(" ");
+  const isNumber = (name) => typeof samples.column[name]?.find((v) => v !== null) === "number";
   const prompts = new Map(); // "run\nfile" -> task -> text, or a promise of it
 
   const place = (i) => `${samples.column.run[i]}\n${samples.column.file[i]}`;
@@ -141,20 +191,22 @@ export function samplesView(app, params) {
   function row(index) {
     const i = app.list[index];
     const { column } = samples;
-    const cells = SHOWN.map(([key, , , priority]) => {
+    const cells = columns.map((key) => {
       const link = () => h("a", { href: app.linkOf(i), tabindex: -1, "aria-label": `conversation of ${column.task[i]}` }, h("span", { class: "text" }, prompt(i)));
-      const inside = key === "mark" ? mark(column, i) : key === "prompt" ? link() : (WRITTEN[key] ?? ((v) => (v === null ? "" : String(v))))(column[key][i]);
-      return h("span", { role: "cell", class: `p${priority} ${key === "prompt" ? key : ""}${NUMBERS.has(key) ? " number" : ""}` }, inside);
+      const value = valueOf(samples, key);
+      const inside = key === "mark" ? mark(column, i) : key === "prompt" ? link() : (WRITTEN[key] ?? plain)(value === null ? null : value(i));
+      return h("span", { role: "cell", class: `p${shape(key)[2]} ${key === "prompt" ? key : ""}${isNumber(key) ? " number" : ""}` }, inside);
     });
     return h("div", { class: `row${index === at ? " at" : ""}`, role: "row", "aria-rowindex": index + 2 }, cells);
   }
 
-  function heading([key, text, , priority]) {
+  function heading(key) {
+    const [text, , priority] = shape(key);
     if (key === "prompt") return h("span", { role: "columnheader", class: `p${priority}` }, text);
     const order = filter.sort === key ? "ascending" : filter.sort === `-${key}` ? "descending" : "none";
     const arrow = { ascending: " ↑", descending: " ↓", none: "" }[order];
     const turn = () => change({ sort: filter.sort === key ? `-${key}` : filter.sort === `-${key}` ? "" : key });
-    return h("span", { role: "columnheader", "aria-sort": order, class: `p${priority}${NUMBERS.has(key) ? " number" : ""}` }, h("button", { class: "plain", onclick: turn, "aria-label": `sort by ${text || "outcome"}` }, text || "✓", arrow));
+    return h("span", { role: "columnheader", "aria-sort": order, class: `p${priority}${isNumber(key) ? " number" : ""}`, title: names(samples).get(key) ?? null }, h("button", { class: "plain", onclick: turn, "aria-label": `sort by ${text || "outcome"}` }, text || "✓", arrow));
   }
 
   function distinct(name) {
@@ -168,7 +220,7 @@ export function samplesView(app, params) {
   function controls() {
     const focused = bar.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const set = (name) => (value) => change({ [name]: value });
-    const found = [box];
+    const found = [field];
     if (app.runs.length > 1) found.push(choice("run", [["", "all"], ...app.runs.map((run, i) => [String(i), run.name])], filter.run, set("run")));
     found.push(choice("split", options("split"), filter.split, set("split")));
     const steps = [...new Set(samples.column.step)].filter((v) => v !== null && v !== undefined).sort((a, b) => a - b);
@@ -177,75 +229,71 @@ export function samplesView(app, params) {
     found.push(choice("finish", options("finish"), filter.finish, set("finish")));
     found.push(choice("tool errors", [["", "all"], ["yes", "some"], ["no", "none"]], filter.errors, set("errors")));
     if (distinct("environment").length > 1) found.push(choice("environment", options("environment"), filter.environment, set("environment")));
-    const scans = [...new Set(samples.column.scan.flatMap((one) => (one ? one.split(" ") : [])))].sort();
-    if (scans.length) {
-      const now = scans.find((name) => ` ${filter.q ?? ""} `.includes(` scan:${name} `)) ?? "";
-      found.push(choice("scanner", [["", "all"], ...scans.map((name) => [name, name])], now, (value) => {
-        const kept = ` ${filter.q ?? ""} `.replace(` scan:${now} `, " ").trim();
-        box.value = [kept, value && `scan:${value}`].filter(Boolean).join(" ");
+    const term = (name, options) => {
+      const now = options.find(([key]) => ` ${filter.q ?? ""} `.includes(` ${key} `))?.[0] ?? "";
+      found.push(choice(name, [["", "all"], ...options], now, (value) => {
+        box.value = withTerm(filter.q ?? "", now, value);
         change({ q: box.value });
       }));
+    };
+    for (const [name, key] of [["scanner", "scan"], ["label", "label"]]) {
+      const there = [...new Set(samples.column[key].flatMap((one) => (one ? one.split(" ") : [])))].sort();
+      if (there.length) term(name, there.map((one) => [`${key}:${one}`, one]));
     }
     const fields = [...samples.fields].filter(([, values]) => values.size > 1 && values.size <= 40);
-    if (fields.length) {
-      const choices = fields.flatMap(([name, values]) => [...values].map(String).sort().map((v) => [`${name}:${/\s/.test(v) ? `"${v}"` : v}`, `${name}: ${v}`]));
-      const now = (filter.q ?? "").split(/\s+(?=(?:[^"]*"[^"]*")*[^"]*$)/).find((term) => choices.some(([key]) => key === term)) ?? "";
-      found.push(choice("task field", [["", "all"], ...choices], now, (value) => {
-        const kept = (filter.q ?? "").replace(now, "").trim();
-        box.value = [kept, value].filter(Boolean).join(" ");
-        change({ q: box.value });
-      }));
-    }
-    if (Object.keys(filter).some((key) => filter[key])) found.push(h("button", { onclick: clear }, "Clear"));
+    if (fields.length) term("task field", fields.flatMap(([name, values]) => [...values].map(String).sort().map((v) => [`${name}:${quoted(v)}`, `${name}: ${v}`])));
+    if (Object.keys(filter).some((key) => key !== "cols" && filter[key])) found.push(h("button", { onclick: clear }, "Clear"));
+    found.push(more);
     replace(bar, found);
     if (focused) bar.querySelector(`[aria-label="${focused}"]`)?.focus();
   }
 
   function clear() {
-    for (const key of Object.keys(filter)) delete filter[key];
+    for (const key of Object.keys(filter)) if (key !== "cols") delete filter[key];
     box.value = "";
     change({});
   }
 
-  async function search(text) {
-    if (!text) {
-      hits = null;
-      return draw();
-    }
-    if (app.texts.has(text)) {
-      hits = app.texts.get(text);
-      return draw();
-    }
-    hits = new Set();
-    draw();
-    for (const [run, { state }] of app.runs.entries()) {
-      const names = state.files.map((file) => file.name).reverse();
-      for (let k = 0; k < names.length; k += 16) {
-        const found = await app.source.search(run, text, names.slice(k, k + 16));
-        if (parsed(filter.q ?? "", samples).text !== text) return;
-        for (const [file, rows] of Object.entries(found)) for (const row of rows) hits.add(samples.at(run, file, row));
-        draw(k + 16 < names.length ? "searching…" : "");
+  // Look for the texts of the query in the conversations, one after the other.
+  async function search() {
+    const mine = ++searches;
+    asked = query(filter.q ?? "", samples);
+    hits = new Map();
+    for (const text of asked.texts) {
+      hits.set(text, app.texts.get(text) ?? new Set());
+      if (app.texts.has(text)) continue;
+      const found = hits.get(text);
+      draw("searching…");
+      for (const [run, { state }] of app.runs.entries()) {
+        const files = state.files.map((file) => file.name).reverse();
+        for (let k = 0; k < files.length; k += 16) {
+          for (const [file, rows] of Object.entries(await app.source.search(run, text, files.slice(k, k + 16)))) for (const row of rows) found.add(samples.at(run, file, row));
+          if (mine !== searches) return;
+          draw("searching…");
+        }
       }
+      found.delete(undefined);
     }
-    hits.delete(undefined);
-    app.texts.clear(); // a run goes on: only the last one is kept
-    app.texts.set(text, hits);
+    app.texts = hits; // a run goes on: only those of the last query are kept
     draw();
   }
 
   function draw(note = "") {
     const former = app.list[at];
-    app.list = chosen(samples, filter, hits);
+    app.list = chosen(samples, filter, asked, hits);
     at = former === undefined ? -1 : app.list.indexOf(former);
     const stay = list.element.scrollTop;
     list.reset(app.list.length);
     list.element.scrollTop = stay;
     const errors = samples.errors.size ? ` · ${[...samples.errors.values()].join(" · ")}` : "";
-    replace(count, `${app.list.length.toLocaleString("en-US")} of ${samples.count.toLocaleString("en-US")} samples`, note && ` · ${note}`, app.loading && ` · ${app.loading}`, errors && h("span", { class: "bad" }, errors));
+    const wrong = app.ready ? asked.error : "";
+    replace(count, wrong ? h("span", { class: "bad" }, wrong) : `${app.list.length.toLocaleString("en-US")} of ${samples.count.toLocaleString("en-US")} samples`, note && ` · ${note}`, app.loading && ` · ${app.loading}`, errors && h("span", { class: "bad" }, errors));
     table.setAttribute("aria-rowcount", app.list.length + 1);
-    empty.hidden = app.list.length > 0;
-    replace(empty, samples.count === 0 ? (app.ready ? "No conversation is stored yet." : "Reading…") : "No sample is like that.");
-    replace(head, SHOWN.map(heading));
+    empty.hidden = app.list.length > 0 || Boolean(wrong);
+    if (wrong) box.setAttribute("aria-invalid", "true");
+    else box.removeAttribute("aria-invalid");
+    if (!empty.hidden) replace(empty, samples.count === 0 ? (app.ready ? "No conversation is stored yet." : "Reading…") : (note ? "Searching…" : asked.hint() || "No sample is like that."));
+    replace(head, columns.map(heading));
   }
 
   function change(given) {
@@ -254,7 +302,50 @@ export function samplesView(app, params) {
     at = -1;
     list.element.scrollTop = 0;
     controls();
-    search(parsed(filter.q ?? "", samples).text);
+    search();
+  }
+
+  function choose(given) {
+    columns = given.length ? given : SHOWN;
+    for (const [most, name] of [[3, "--columns"], [2, "--columns-2"], [1, "--columns-1"]]) table.style.setProperty(name, template(most));
+    filter.cols = columns === SHOWN || columns.join() === SHOWN.join() ? "" : columns.join();
+    try {
+      localStorage.setItem("agentrl-columns", filter.cols);
+    } catch {} // this browser keeps nothing
+    app.remember(filter);
+    draw();
+  }
+
+  // What is chosen, as a file.
+  async function save(ending) {
+    const files = new Map();
+    const { column } = samples;
+    for (const i of app.list) {
+      const key = `${column.run[i]}\n${column.file[i]}`;
+      if (!files.has(key)) files.set(key, { run: column.run[i], file: column.file[i], rows: [] });
+      files.get(key).rows.push(column.row[i]);
+    }
+    replace(saved, "writing…");
+    try {
+      const wanted = columns.filter((name) => !["mark", "prompt", "step", "split"].includes(name));
+      download(await app.source.selection({ as: ending, samples: [...files.values()], columns: columns.includes("mark") ? ["solved", ...wanted] : wanted }), `samples.${ending}`);
+      replace(saved, "");
+    } catch (error) {
+      replace(saved, h("span", { class: "bad" }, error.message));
+    }
+  }
+
+  const saved = h("span", { role: "status" });
+  const ticks = h("div", { class: "ticks" });
+  const FILES = [["csv", "CSV", "the table as it is filtered, sorted and with these columns"], ["parquet", "Parquet", "likewise"], ["jsonl", "conversations", "for agentrl sft: JSON lines of messages"]];
+  const more = h("details", { class: "more", ontoggle: () => more.open && tick() }, h("summary", null, "Columns, files"), ticks,
+    h("div", { class: "ways" }, h("button", { onclick: () => [choose(SHOWN), tick()] }, "Usual columns"),
+      app.about.frozen ? null : [FILES.map(([ending, text, title]) => h("button", { title, onclick: () => save(ending) }, text)), copyButton("Copy link", () => app.source.link(), "for another browser of yours")], saved));
+
+  function tick() {
+    const every = [...new Set([...SHOWN, ...names(samples).keys()])];
+    replace(ticks, every.map((name) => h("label", { class: "tick" }, h("input", { type: "checkbox", checked: columns.includes(name), onchange: (event) =>
+      choose(event.target.checked ? [...columns, name].slice(0, MOST_COLUMNS) : columns.filter((one) => one !== name)) }), name === "mark" ? "solved (mark)" : name)));
   }
 
   function move(by) {
@@ -267,12 +358,13 @@ export function samplesView(app, params) {
   }
 
   function update() {
+    asked = query(filter.q ?? "", samples); // of columns and fields that came meanwhile
     if (app.about.follow && !filter.step && !params.step && !filter.split && !filter.sort) list.element.scrollTop = 0;
     controls();
     draw();
   }
 
-  const table = h("div", { class: "samples", role: "table", "aria-label": "samples", style: { "--columns": template() } }, h("div", { role: "rowgroup" }, head), list.element);
+  const table = h("div", { class: "samples", role: "table", "aria-label": "samples", style: { "--columns": template(3), "--columns-2": template(2), "--columns-1": template(1) } }, h("div", { role: "rowgroup" }, head), list.element);
   const empty = h("p", { class: "empty", hidden: true });
   const element = h("div", { class: "view full" }, h("h1", { class: "hidden" }, "Conversations"), bar, count, table, empty);
   const keys = {
@@ -285,7 +377,7 @@ export function samplesView(app, params) {
   };
   controls();
   draw();
-  const look = () => search(parsed(filter.q ?? "", samples).text);
+  const look = search;
   function shown() {
     look();
     if (!app.seat || location.hash !== app.back) return; // where one was before a conversation was opened
@@ -295,9 +387,9 @@ export function samplesView(app, params) {
     list.again(at);
     list.shown.get(at)?.querySelector("a").focus({ preventScroll: true });
   }
-  function close() {
+  function leave() {
     app.seat = { sample: app.list[at], top: list.element.scrollTop };
     list.sizes.disconnect();
   }
-  return { element, title: "Conversations", update, search: box, keys, shown, ready: look, close };
+  return { element, title: "Conversations", update, search: box, keys, shown, ready: look, close: leave };
 }

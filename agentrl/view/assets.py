@@ -9,8 +9,8 @@ Watched = Mapping[str, Sequence[str]]
 """Name of a metric -> names of the conditions of health that look at it."""
 
 MODULES = (
-    "dom.js", "data.js", "chart.js", "curves.js", "runs.js", "overview.js", "query.js", "samples.js", "sample.js",
-    "time.js", "errors.js", "app.js",
+    "dom.js", "data.js", "chart.js", "curves.js", "runs.js", "overview.js", "query.js", "samples.js", "notes.js",
+    "copies.js", "sample.js", "side.js", "time.js", "errors.js", "app.js",
 )  # fmt: skip
 """The page's modules, each after those that it imports."""
 

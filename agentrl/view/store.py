@@ -60,7 +60,7 @@ class RunStore:
         """What changes as a run goes on: files and their versions, recipes, checkpoints, whether it trains."""
         return {
             "name": self.name,
-            "folder": str(self.folder),
+            "folder": str(self.folder.absolute()),
             "training": is_training(self.folder),
             "files": (files := self._files()),
             "stored": len(files),
@@ -665,7 +665,12 @@ def _told(path: Path, record: Mapping[str, Json]) -> Json:
         found["seed"] = None if found.get("seed") is None else str(found["seed"])  # a browser's numbers have 53 bits
         pictures = path.parent.parent / IMAGES
         found["told"] = [
-            {"heading": t.heading, "messages": [shown(m, pictures) for m in t.messages], "segments": t.segments}
+            {
+                "heading": t.heading,
+                "messages": [shown(m, pictures) for m in t.messages],
+                "segments": t.segments,
+                "counts": [len(found["branches"][segment]) for segment in t.segments],
+            }
             for t in told
         ]
         for name in ("logprobs", "trainer_logprobs", "advantages"):

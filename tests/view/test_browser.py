@@ -16,6 +16,7 @@ from view_help import HOSTILE, embedded, group, journal, learned, run_folder, tr
 from vision_help import file_of, picture
 
 from agentrl.cli.main import run
+from agentrl.eval.notes import Change, write_change
 from agentrl.learner.monitors import WATCHED
 from agentrl.view.catalog import Catalog
 from agentrl.view.freeze import write_report
@@ -103,12 +104,13 @@ VIEWS = {
     "#time": "document.querySelector('.lane')",
     sample("step_2.parquet", 1, way="tokens", by="gap"): "document.querySelectorAll('.tokens span').length === 12",
     sample("step_2.parquet", 1, way="data"): "document.querySelector('.data')",
-    "#side?run=0&file=step_2.parquet&row=1": "document.querySelectorAll('.column .chat').length === 4",
+    sample("step_2.parquet", 1, way="text"): "document.querySelectorAll('.data .sampled').length === 2",
+    "#side?run=0&file=step_2.parquet&row=1": "document.querySelectorAll('.column').length === 4",
 }
 OTHERS = {
     sample("eval_test_2.parquet", 32): "document.querySelector('.chat img')",
     sample("eval_test_2.parquet", 31, way="tree"): "document.querySelectorAll('.node').length === 3",
-    "#side?run=0&file=eval_test_2.parquet&row=3&over=1": "document.querySelectorAll('.column .chat').length === 2",
+    "#side?run=0&file=eval_test_2.parquet&row=3&over=1": "document.querySelectorAll('.column').length === 2",
 }
 """Views of samples that a frozen page does not hold."""
 
@@ -277,6 +279,72 @@ def test_columns_are_chosen_and_given_as_a_file(browser: Browser, served: Served
     browser.evaluate("localStorage.removeItem('agentrl-columns')")
 
 
+def press(browser: Browser, words: str, number: int = 0) -> None:
+    found = f"[...document.querySelectorAll('button')].filter(one => one.innerText === {json.dumps(words)})[{number}]"
+    browser.until(found)
+    browser.evaluate(f"{found}.click()")
+
+
+def test_notes_and_labels_are_written_found_and_taken_away(browser: Browser, served: Served) -> None:
+    place = sample("eval_large_2.parquet", 1)
+    go(browser, place, "document.querySelector('.chat')")
+    browser.key("+")
+    browser.until("document.querySelector('.said .tag')?.innerText.startsWith('good')")
+    browser.evaluate("document.querySelectorAll('.say').forEach(one => one.open = true)")
+    press(browser, "bad", 1)  # of its first turn
+    browser.until("document.querySelector('.message .tag')")
+    browser.evaluate("document.querySelector('[aria-label=\"note on turn 1\"]').focus()")
+    browser.write(HOSTILE[:40] + " is copied wrongly")
+    press(browser, "Write", 1)
+    browser.until("document.querySelector('.message .note')")
+    said = [json.loads(line) for line in (served.folder / "notes.jsonl").read_text().splitlines()]
+    assert [(one["kind"], one["value"], one.get("turn")) for one in said[:2]] == [
+        ("label", "good", None), ("label", "bad", 0),
+    ]  # fmt: skip
+    for asked in ("label:bad", 'note:"copied wrongly"', "notes>0", "label:good NOT label:odd"):
+        go(browser, f"#samples?{urlencode({'q': asked})}", "app.list.length === 1")
+    write_change(served.folder, Change("label", "large-2#0", "odd", None, "eval_large_2.parquet"))  # another page did
+    browser.until("app.samples.column.label.includes('odd')")
+    go(browser, "#samples", "document.querySelector('[aria-label=label]')")
+    go(browser, place, "document.querySelector('.message .note')")
+    browser.evaluate("document.querySelector('.message .note .away').click()")
+    browser.until("!document.querySelector('.message .note')")
+    browser.key("+")  # takes it off again
+    browser.until("!document.querySelector('.said .tag')?.innerText.startsWith('good')")
+    label = "document.querySelector('[aria-label=\"label of the conversation\"]')"
+    browser.evaluate(f"{label}.value = 'two words', {label}.form.requestSubmit()")
+    browser.until("document.querySelector('.notes .bad')?.textContent.includes('use letters')")
+    browser.errors.clear()  # the status 422
+
+
+def test_a_conversation_is_searched_and_copied(browser: Browser, served: Served) -> None:
+    browser.evaluate("navigator.clipboard.writeText = async (text) => { globalThis.copied = text }")
+    go(browser, sample("eval_large_2.parquet", 3, find="3-2"), "document.querySelectorAll('mark').length === 1")
+    assert "1 of 1" in text(browser)
+    folder = served.folder
+    for words, copied in (
+        ("Copy: agentrl replay", f"agentrl replay {folder} --id 'large-3#0'"),
+        ("Copy: agentrl why", f"agentrl why {folder} --split large --step 2"),
+    ):
+        press(browser, words)
+        browser.until(f"globalThis.copied === {json.dumps(copied)}")
+    browser.evaluate("document.querySelectorAll('.say').forEach(one => one.open = true)")
+    press(browser, "Copy: continue from here", 1)
+    browser.until(f"globalThis.copied === \"agentrl continue {folder} --id 'large-3#0' --turn 1 -n 4\"")
+    press(browser, "Copy Markdown")
+    told = browser.until("globalThis.copied.startsWith('# ') && globalThis.copied")
+    assert "## tool calculator\n\n```\n1\n```" in told
+    go(browser, sample("eval_test_2.parquet", 31, way="tree", find="left"), "document.querySelector('mark')")
+    assert browser.evaluate("document.querySelector('mark').closest('details').open")
+    press(browser, "Copy link")
+    link = browser.until("globalThis.copied.startsWith('http') && globalThis.copied")
+    browser.evaluate("localStorage.clear()")  # as of another browser
+    browser.open("about:blank")
+    browser.open(link)
+    browser.until("globalThis.app?.ready && document.querySelector('.tree')")
+    assert "token" not in browser.evaluate("location.href")
+
+
 def test_a_token_tells_what_is_known_of_it(browser: Browser, served: Served) -> None:
     go(browser, sample("step_2.parquet", 1, way="tokens"), "document.querySelector('.tokens')")
     browser.evaluate("document.querySelector('.tokens').focus()")
@@ -431,3 +499,22 @@ def test_the_frozen_page_shows_pictures(browser: Browser, tmp_path: Path) -> Non
     go(browser, sample("eval_test_0.parquet", 0), "document.querySelectorAll('.chat img').length === 2")
     browser.until("[...document.querySelectorAll('.chat img')].every((one) => one.naturalWidth === 40)")
     assert browser.errors == []
+
+
+def test_the_samples_of_a_group_are_aligned_where_they_differ(browser: Browser, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    said = ("#### 1", "#### 2", "#### 1")
+    samples = [trajectory("t", number, said=answer) for number, answer in enumerate(said)]
+    journal(folder).step(3, [group(*samples)], learned([group(*samples)]))
+    other = Served(folder)
+    browser.open(other.address)
+    browser.until(READY)
+    go(browser, "#side?run=0&file=step_3.parquet&row=0", "document.querySelectorAll('.column').length === 3")
+    assert "They differ first in message 4, turn 2 of the model." in text(browser)
+    marks = "[...document.querySelectorAll('.column')].map(one => one.querySelectorAll('.leaves').length)"
+    assert browser.evaluate(marks) == [0, 1, 0]
+    tops = browser.evaluate("[...document.querySelectorAll('.cell')].map(one => one.getBoundingClientRect().top)")
+    assert len(set(tops)) == 1
+    go(browser, "#side?run=0&file=step_2.parquet&row=0", "document.querySelectorAll('.column').length === 4")
+    assert "All 4 say the same." in text(browser)
+    other.close()

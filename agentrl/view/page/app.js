@@ -6,7 +6,8 @@ import { runsView } from "./runs.js";
 import { overviewView } from "./overview.js";
 import { curvesView } from "./curves.js";
 import { samplesView } from "./samples.js";
-import { sampleView, sideView } from "./sample.js";
+import { sampleView } from "./sample.js";
+import { sideView } from "./side.js";
 import { timeView } from "./time.js";
 import { errorsView } from "./errors.js";
 
@@ -23,7 +24,8 @@ const KEYS = [
   ["Esc", "leave a field; back to the table"],
   ["g", "the group of a conversation, side by side"],
   ["t", "the same task over the steps of training"],
-  ["v", "a conversation as chat, tokens, tree, data"],
+  ["v", "a conversation as chat, tokens, text, tree, data"],
+  ["+, -", "label a conversation good, bad"],
   ["d", "dark or light"],
   ["?", "this help"],
 ];

@@ -1,9 +1,12 @@
 // One conversation: as chat, as tokens, as a tree; and several side by side.
 
-import { h, number, percent, replace, seconds } from "./dom.js";
+import { copyButton, h, later, number, percent, replace, seconds } from "./dom.js";
+import { commands, goOn, markdown } from "./copies.js";
+import { saidOf } from "./notes.js";
 import { mark } from "./samples.js";
 
-const WAYS = ["chat", "tokens", "tree", "data"];
+const WAYS = ["chat", "tokens", "text", "tree", "data"];
+const MOST_FOUND = 500; // places of a text that is looked for
 const PICTURE = /^data:image\/(png|jpeg|gif|webp);/;
 const FIRST = 20000; // tokens that are drawn at once
 
@@ -39,9 +42,9 @@ function mean(values, start, end) {
   return end > start ? sum / (end - start) : null;
 }
 
-// What is known of each message of a conversation beside its text. Turns are matched from the end: an opening may hold
-// messages of an assistant that were not sampled.
-function notes(sample, told) {
+// What is known of each message of a conversation beside its text: {about, turn}. Turns are matched from the end: an
+// opening may hold messages of an assistant that were not sampled.
+export function notes(sample, told) {
   const own = told.segments.map((i) => sample.segments[i]);
   const inside = (turn) => own.length === 0 || own.some(({ start, end }) => turn.start >= start && turn.start < end);
   const turns = (sample.turns ?? []).map((turn, index) => ({ ...turn, index })).filter(inside);
@@ -49,15 +52,17 @@ function notes(sample, told) {
   let uses = [];
   return told.messages.map((message) => {
     let found = [];
+    let of = null;
     if (message.role === "assistant") {
       const turn = turns[next++];
+      of = turn?.index ?? null;
       uses = turn ? (sample.tool_uses ?? []).filter((use) => use.turn === turn.index) : [];
       if (turn) found = ofTurn(sample, turn);
     } else if (message.role === "tool") {
       const use = uses.shift();
       if (use) found = [seconds(use.seconds), use.cut && "cut", use.error && h("span", { class: "bad" }, use.error)];
     }
-    return found.filter(Boolean).flatMap((text, i) => (i ? [" · ", text] : [text]));
+    return { about: found.filter(Boolean).flatMap((text, i) => (i ? [" · ", text] : [text])), turn: of };
   });
 }
 
@@ -75,19 +80,42 @@ function ofTurn(sample, turn) {
   return found;
 }
 
-function bubble(message, note) {
+export function bubble(message, about, below) {
   const role = String(message.role);
   const kind = ["user", "system", "assistant", "tool"].includes(role) ? role : "other";
   return h("div", { class: `message ${kind}` },
-    h("div", { class: "who" }, h("b", null, role), message.name && ` ${message.name}`, h("span", { class: "soft" }, " ", note)),
-    reasoning(message), content(message.content), (Array.isArray(message.tool_calls) ? message.tool_calls : []).map(called));
+    h("div", { class: "who" }, h("b", null, role), message.name && ` ${message.name}`, h("span", { class: "soft" }, " ", about)),
+    reasoning(message), content(message.content), (Array.isArray(message.tool_calls) ? message.tool_calls : []).map(called), below);
 }
 
-export function chat(sample) {
+// below: what stands below a turn of the model, by its number.
+export function chat(sample, below = () => null) {
   return h("div", { class: "chat" }, sample.told.map((told, i) => {
     const beside = notes(sample, told);
-    return h("section", { "data-told": i }, told.heading && h("h3", null, told.heading), told.messages.map((message, k) => bubble(message, beside[k])));
+    return h("section", { "data-told": i }, told.heading && h("h3", null, told.heading), told.messages.map((message, k) => bubble(message, beside[k].about, beside[k].turn === null ? null : below(beside[k].turn))));
   }));
+}
+
+// What the model read and wrote, as the chat template made it: tool schemas and all special tokens in it.
+function templateText(sample) {
+  if (!sample.pieces) return h("p", { class: "empty" }, sample.ids ? `Its text cannot be shown: ${sample.pieces_missing}.` : "Its tokens are not stored: an older version wrote it, or its step is not whole.");
+  const starts = new Map((sample.segments ?? []).map((segment, i) => [segment.start, i]));
+  const found = [];
+  let run = "", of = null;
+  const flush = () => run && found.push(h("span", { class: of ? "sampled" : null }, run));
+  for (let k = 0; k < sample.pieces.length; k++) {
+    const sampled = sampledAt(sample, k);
+    if (sampled !== of || starts.has(k)) {
+      flush();
+      run = "";
+      of = sampled;
+      if (starts.has(k)) found.push(h("b", { class: "soft" }, `${k ? "\n\n" : ""}segment ${starts.get(k)}\n`));
+    }
+    const image = imageAt(sample, k);
+    run += !image ? sample.pieces[k] : k === image.start ? `[image ${image.hash.slice(0, 12)}]` : "";
+  }
+  flush();
+  return h("div", null, h("p", { class: "soft" }, "What the model read, and in green what it wrote, with all that the chat template adds."), h("pre", { class: "data", tabindex: 0, "aria-label": "text of the template" }, found));
 }
 
 // --- tokens ---------------------------------------------------------------------------------------------------------
@@ -214,21 +242,51 @@ export function tree(sample) {
   const children = (parent) => segments.map((segment, i) => [segment, i]).filter(([segment]) => segment.parent === parent).map(([, i]) => i);
   const depths = sample.extra?.depths ?? [];
   const all = sample.ids ? sample.ids.length : Math.max(...segments.map((segment) => segment.end));
+  const calls = (i) => (sample.turns ?? []).map((turn, k) => [turn, k]).filter(([turn]) => turn.start >= segments[i].start && turn.start < segments[i].end).map(([, k]) => k);
   const branch = (i) => {
     const { start, end } = segments[i];
     const trained = sample.loss_mask ? sample.loss_mask.slice(start, end).reduce((sum, v) => sum + v, 0) : 0;
     const below = children(i);
     const leads = owner(sample, i);
+    const turns = calls(i);
+    const seats = [...new Set(turns.map((k) => sample.calls?.[k]?.role).filter(Boolean))];
+    const tools = [...new Set((sample.tool_uses ?? []).filter((use) => turns.includes(use.turn)).map((use) => use.name))];
+    const rewards = turns.map((k) => sample.turns[k].reward).filter(Boolean);
     return h("li", null,
-      h("a", { class: "node", href: "#", onclick: (event) => {
-        event.preventDefault();
-        event.currentTarget.dispatchEvent(new CustomEvent("show", { bubbles: true, detail: leads }));
-      } },
-        h("b", null, `segment ${i}`), depths[i] ? h("span", { class: "tag" }, "sub-agent") : null, h("span", { class: "soft" }, ` ${end - start} tokens, ${trained} trained, from ${start}`),
-        h("span", { class: "extent", "aria-hidden": "true" }, h("i", { style: { "margin-left": `${(100 * start) / all}%`, width: `${Math.max(0.5, (100 * (end - start)) / all)}%` } }))),
+      h("div", { class: "node" },
+        h("a", { href: "#", onclick: (event) => {
+          event.preventDefault();
+          event.currentTarget.dispatchEvent(new CustomEvent("show", { bubbles: true, detail: leads }));
+        } }, h("b", null, `segment ${i}`)),
+        depths[i] ? h("span", { class: "tag" }, `sub-agent${depths[i] > 1 ? `, depth ${depths[i]}` : ""}`) : null,
+        seats.map((seat) => h("span", { class: "tag" }, `seat ${seat}${sample.seats?.[seat] === undefined ? "" : `, reward ${number(sample.seats[seat])}`}`)),
+        tools.map((tool) => h("span", { class: "tag tool" }, tool)),
+        h("span", { class: "soft" }, ` ${end - start} tokens, ${trained} trained, from ${start}`, rewards.length ? ` · step rewards ${rewards.map((value) => number(value)).join(", ")}` : ""),
+        h("span", { class: "extent", "aria-hidden": "true" }, h("i", { style: { "margin-left": `${(100 * start) / all}%`, width: `${Math.max(0.5, (100 * (end - start)) / all)}%` } })),
+        messagesOf(sample, leads, i).map((message) => h("details", null, h("summary", null, h("b", null, String(message.role)), ` ${shortened(message)}`), bubble(message)))),
       below.length ? h("ul", null, below.map(branch)) : null);
   };
-  return h("div", { class: "tree" }, h("p", { class: "soft" }, `${segments.length} segments, ${sample.told.length} conversations. The bar shows where among all ${all} tokens a segment was sampled; a click shows its conversation.`), h("ul", null, children(-1).map(branch)));
+  const seats = Object.entries(sample.seats ?? {}).map(([seat, value]) => `${seat} ${number(value)}`);
+  return h("div", { class: "tree" }, h("p", { class: "soft" }, `${segments.length} segments, ${sample.told.length} conversations. The bar shows where among all ${all} tokens a segment was sampled; a click shows its conversation.`, seats.length ? ` Rewards by seat: ${seats.join(", ")}.` : ""), h("ul", null, children(-1).map(branch)));
+}
+
+// The messages that a segment adds to its conversation.
+function messagesOf(sample, leads, segment) {
+  const told = sample.told[leads];
+  const at = told?.segments.indexOf(segment) ?? -1;
+  const counts = told?.counts;
+  if (at < 0 || !counts) return [];
+  const before = counts.slice(0, at).reduce((sum, count) => sum + count, 0);
+  return told.messages.slice(before, before + counts[at]);
+}
+
+// The beginning of a message as one line.
+function shortened(message) {
+  const { content: said, tool_calls: calls } = message;
+  const text = typeof said === "string" ? said : Array.isArray(said) ? said.map((part) => part?.text ?? `[${part?.type ?? "part"}]`).join(" ") : "";
+  const called = (Array.isArray(calls) ? calls : []).map((call) => `${call?.function?.name ?? "?"}(${JSON.stringify(call?.function?.arguments) ?? ""})`).join(" ");
+  const line = `${text} ${called}`.replace(/\s+/g, " ").trim();
+  return line.length > 120 ? `${line.slice(0, 119)}…` : line;
 }
 
 function data(sample) {
@@ -262,6 +320,30 @@ function over(app, i) {
     h("a", { href: app.linkOf(k), "aria-current": k === i ? "true" : null, title: `reward ${number(column.reward[k])}` }, runs && `${app.runs[column.run[k]].name} `, `step ${column.step[k]}`, column.sample[k] ? ` #${column.sample[k]}` : "", " ", mark(column, k), column.solved[k] === null ? ` ${number(column.reward[k])}` : "")));
 }
 
+// Mark where a text was said in an element; returns the marks.
+function marked(element, text) {
+  for (const old of element.querySelectorAll("mark")) old.replaceWith(...old.childNodes);
+  element.normalize();
+  const wanted = text.toLowerCase();
+  const found = [];
+  if (!wanted) return found;
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
+  const nodes = [];
+  while (walker.nextNode()) if (walker.currentNode.parentElement.closest(".text, .call, .data")) nodes.push(walker.currentNode);
+  for (let node of nodes) {
+    for (let at; found.length < MOST_FOUND && (at = node.data.toLowerCase().indexOf(wanted)) >= 0; ) {
+      const hit = node.splitText(at);
+      if (hit.data.toLowerCase().slice(0, wanted.length) !== wanted) break; // a letter that changes its length in lower case
+      node = hit.splitText(wanted.length);
+      const one = h("mark");
+      hit.replaceWith(one);
+      one.append(hit);
+      found.push(one);
+    }
+  }
+  return found;
+}
+
 export function sampleView(app, params) {
   const run = Number(params.run ?? 0), row = Number(params.row ?? 0);
   let way = WAYS.includes(params.way) ? params.way : "chat";
@@ -269,6 +351,31 @@ export function sampleView(app, params) {
   let sample = null, drawn;
   const index = () => app.samples.at(run, params.file, row);
   const body = h("div");
+  let talks = []; // where notes are shown and written
+  let hits = [], hitAt = -1;
+  const found = h("span", { class: "soft", role: "status" });
+  const box = h("input", { type: "search", value: params.find ?? "", placeholder: "find in it", "aria-label": "find in the conversation", oninput: later(150, () => find(true)), onkeydown: (event) => event.key === "Enter" && step(event.shiftKey ? -1 : 1) });
+
+  function find(go) {
+    params.find = box.value;
+    if (go) app.remember(params);
+    hits = way === "tokens" ? [] : marked(body, box.value);
+    hitAt = -1;
+    replace(found, way === "tokens" && box.value ? "not among tokens: take chat or text" : "");
+    if (hits.length) step(1, go);
+    else if (box.value && way !== "tokens") replace(found, "not found");
+  }
+
+  function step(by, go = true) {
+    if (!hits.length) return;
+    hits[hitAt]?.classList.remove("at");
+    hitAt = (hitAt + by + hits.length) % hits.length;
+    hits[hitAt].classList.add("at");
+    hits[hitAt].closest("details")?.setAttribute("open", "");
+    if (go) hits[hitAt].scrollIntoView({ block: "center" });
+    replace(found, `${hitAt + 1} of ${hits.length}${hits.length === MOST_FOUND ? " or more" : ""}`);
+  }
+
   const ways = h("div", { class: "ways", role: "group", "aria-label": "shown as" }, WAYS.map((name) => h("button", { onclick: () => show(name) }, name)));
 
   function show(name, at) {
@@ -276,9 +383,22 @@ export function sampleView(app, params) {
     params.way = name === "chat" ? "" : name;
     app.remember(params);
     [...ways.children].forEach((button, i) => button.setAttribute("aria-pressed", String(WAYS[i] === name)));
-    const parts = { chat: () => chat(sample), tokens: () => tokens(sample, params.by, (by) => app.remember(Object.assign(params, { by }))), tree: () => tree(sample), data: () => data(sample) };
+    const parts = { text: () => templateText(sample), chat: () => chat(sample, below), tokens: () => tokens(sample, params.by, (by) => app.remember(Object.assign(params, { by }))), tree: () => tree(sample), data: () => data(sample) };
+    talks = talks.slice(0, 1);
     replace(body, parts[name]());
+    find(false);
     if (at !== undefined) body.querySelector(`[data-told="${at}"]`)?.scrollIntoView();
+  }
+
+  const folder = () => app.runs[run].state.folder;
+  const place = () => ({ run, file: params.file, row, request: sample.request });
+
+  // Below a turn of the model: what was said of it, and how to go on from it.
+  function below(turn) {
+    const talk = saidOf(app, place(), turn);
+    talks.push(talk);
+    if (sample.request && sample.ids) talk.querySelector(".say")?.append(copyButton("Copy: continue from here", () => goOn(folder(), sample, turn), goOn(folder(), sample, turn)));
+    return talk;
   }
 
   function draw() {
@@ -295,7 +415,13 @@ export function sampleView(app, params) {
     ].filter(Boolean);
     body.addEventListener("show", (event) => show("chat", event.detail));
     const failed = sample.failure ? h("p", { class: "bad" }, `failed (${sample.failure.boundary}): ${sample.failure.message}`) : null;
-    replace(element, h("div", { class: "links" }, links), h("h1", null, i !== undefined && mark(column, i), " ", app.runs.length > 1 ? `${app.runs[run].name} · ` : "", title), failed, summary(sample, i, column), i !== undefined && over(app, i), ways, body, workspace(sample));
+    const file = app.runs[run].state.files.find((one) => one.name === params.file);
+    const copies = h("div", { class: "ways" }, copyButton("Copy Markdown", () => markdown(title, sample)),
+      app.about.frozen ? null : copyButton("Copy link", () => app.source.link(), "for another browser of yours"),
+      commands(folder(), file, sample).map(([name, what, command]) => copyButton(`Copy: agentrl ${name}`, () => command, `${what}: ${command}`)));
+    const talk = saidOf(app, place());
+    talks = [talk];
+    replace(element, h("div", { class: "links" }, links), h("h1", null, i !== undefined && mark(column, i), " ", app.runs.length > 1 ? `${app.runs[run].name} · ` : "", title), failed, summary(sample, i, column), i !== undefined && over(app, i), copies, talk, h("div", { class: "bar" }, ways, box, found), body, workspace(sample));
     show(way);
   }
 
@@ -314,13 +440,16 @@ export function sampleView(app, params) {
     k: () => walk(-1),
     g: () => app.go("side", { run, file: params.file, row }),
     t: () => app.go("side", { run, file: params.file, row, over: 1 }),
+    "+": () => talks[0]?.put("good"),
+    "-": () => talks[0]?.put("bad"),
     v: () => sample && show(WAYS[(WAYS.indexOf(way) + 1) % WAYS.length]),
     Escape: () => (location.hash = app.back ?? "#samples"),
   };
   const update = () => { // its group and its marks are known once its file was read
     if (sample && drawn === undefined && index() !== undefined) draw();
+    for (const talk of talks) talk.draw();
   };
-  return { element, title: "Conversation", keys, update };
+  return { element, title: "Conversation", keys, update, search: box };
 }
 
 // What the rollout changed in its workspace.
@@ -334,39 +463,4 @@ function workspace(sample) {
     h("h2", null, `Workspace: ${count}`),
     h("ul", null, changes.map(([kind, path, size]) => h("li", null, `${kind} `, h("code", null, path), size ? ` ${size.toLocaleString("en-US")} bytes` : ""))),
     kept.diff ? h("pre", { class: "diff", tabindex: "0" }, lines) : null);
-}
-
-// Several samples side by side: a group, or a task over the steps of training.
-export function sideView(app, params) {
-  const run = Number(params.run ?? 0), row = Number(params.row ?? 0);
-  const element = h("div", { class: "view full" }, h("p", { class: "empty" }, "Reading…"));
-  let drawn = false;
-
-  async function draw() {
-    const i = app.samples.at(run, params.file, row);
-    if (i === undefined) {
-      if (app.ready) replace(element, h("p", { class: "empty" }, "That sample is not stored any more."));
-      return;
-    }
-    const { column } = app.samples;
-    const all = params.over ? app.samples.over(i) : app.samples.group(i);
-    const shown = all.slice(0, 32);
-    drawn = true;
-    const heading = params.over ? `Task ${column.task[i]} (${column.split[i]}) over the steps` : `Group of task ${column.task[i]}, ${column.split[i]}, step ${column.step[i]}`;
-    const places = shown.map((k) => h("section", { class: `column${k === i ? " at" : ""}` }, h("h2", null, mark(column, k), " ", h("a", { href: app.linkOf(k) }, params.over ? `step ${column.step[k]}${column.sample[k] ? ` #${column.sample[k]}` : ""}` : `sample ${column.sample[k]}`)),
-      h("p", { class: "soft" }, app.runs.length > 1 && params.over ? `${app.runs[column.run[k]].name} · ` : "", `reward ${column.reward[k] === null ? "none" : number(column.reward[k])}`, column.advantage[k] === null ? "" : ` · advantage ${column.advantage[k] > 0 ? "+" : ""}${number(column.advantage[k])}`, ` · ${column.finish[k]} · ${column.turns[k]} turns`),
-      h("div", { class: "inside" }, h("p", { class: "soft" }, "Reading…"))));
-    replace(element, h("div", { class: "links" }, h("a", { href: app.linkOf(i) }, "back to the conversation"), h("a", { href: app.back ?? "#samples" }, "all samples")), h("h1", null, heading), all.length > shown.length ? h("p", { class: "soft" }, `the first ${shown.length} of ${all.length}`) : null, h("div", { class: "side", tabindex: 0, role: "region", "aria-label": heading }, places));
-    await Promise.all(shown.map(async (k, at) => {
-      const inside = places[at].querySelector(".inside");
-      try {
-        replace(inside, chat(await app.source.sample(column.run[k], column.file[k], column.row[k])));
-      } catch (error) {
-        replace(inside, h("p", { class: "bad" }, error.message));
-      }
-    }));
-  }
-
-  draw();
-  return { element, title: "Side by side", update: () => drawn || draw(), ready: () => drawn || draw(), keys: { Escape: () => history.back() } };
 }

@@ -1,5 +1,6 @@
 """`TrainWorker`: the roles of one rank, sharded by FSDP2. All ranks call every method, in the same order."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference, WithoutAdapter
 from agentrl.learner.teacher import POLICY, Teacher, compared_whole, local_teachers, teacher_model
 from agentrl.models import lora
+from agentrl.models.download import download
+from agentrl.models.load import resolve
 from agentrl.plugins.types import Json
 from agentrl.profiling.step import SYNC
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
@@ -42,6 +45,7 @@ from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import ModelWeights, NamedTensor, buckets
 
 Floats = npt.NDArray[np.float32]
+BEAT_SECONDS = 5.0
 BUCKET_BYTES = 256 << 20
 """Bytes of whole tensors handed over at once; two buckets exist at a time."""
 
@@ -63,6 +67,7 @@ class TrainWorker(InstrumentedWorker):
             agree_with_servers()
         self.connect(self.recipe.cluster.timeout)
         self.start_measuring()
+        self._fetch(resolve(self.recipe.model.path))
         cluster = self.recipe.cluster
         if "actor" not in roles:  # a pool of its own is sharded over itself
             cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
@@ -89,6 +94,21 @@ class TrainWorker(InstrumentedWorker):
         if "reward_model" in roles:
             scored = build_reward_model(original, context)
             self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)
+
+    def _fetch(self, path: str) -> None:
+        """Fetch what this machine lacks of a hub's model. The ranks of a machine wait for each other in it, and give
+        signs of life meanwhile: the hub's library has time limits of its own."""
+        fetched = threading.Event()
+
+        def beat() -> None:
+            while not fetched.wait(BEAT_SECONDS):
+                self.heartbeat()
+
+        threading.Thread(target=beat, daemon=True).start()
+        try:
+            download(path, lambda line: None)
+        finally:
+            fetched.set()
 
     def _teacher(
         self, section: TeacherSection, recipe: Recipe, context: ParallelContext, ranks: TorchProcessGroup

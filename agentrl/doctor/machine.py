@@ -20,6 +20,7 @@ from agentrl.compute.flops import TERA, known_peak
 from agentrl.containment.program import ProgramSandbox
 from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.subject import Subject
+from agentrl.engine.servers.compilers import compilers_missing, remedy_for
 from agentrl.models.dense import linear
 from agentrl.models.prove import disproof
 from agentrl.plugins.registry import make_tool
@@ -34,11 +35,6 @@ DRIVERS = {12: 525, 13: 580}
 SHOWN = ("torch", "transformers", "ray", "sglang", "vllm", "nvidia-nccl")
 """Packages whose versions matter between two environments, by the beginning of their names."""
 ASK = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
-COMPILERS = {
-    "ninja": "{venv}: pip install ninja there",
-    "nvcc": "the CUDA toolkit of the server's torch: install it, or name its folder in CUDA_HOME",
-}
-"""Program that SGLang, vLLM and flashinfer compile kernels with -> what to do where there is none."""
 SLOW = 0.2
 """Least share of the data sheet's figure that a matrix product on a free GPU reaches."""
 TIMED_SECONDS = 0.3
@@ -99,10 +95,11 @@ def versions(subject: Subject) -> str:
             f"NCCL is {nccl} here and {other} in the server's environment: a process group of both cannot be formed",
             "engine.args.weights: leave it at auto, or install the same nvidia-nccl in both environments",
         )
-    if torch.cuda.is_available() and (absent := compilers_missing(venv, cuda_of(theirs))):
+    cuda = cuda_of(theirs)
+    if torch.cuda.is_available() and (absent := compilers_missing(venv, server_environment(subject), cuda)):
         raise CheckError(
             f"a server compiles kernels as it runs, and finds no {' and no '.join(absent.values())}",
-            "; ".join(COMPILERS[name].format(venv=venv) for name in absent),
+            remedy_for(absent, venv, cuda),
         )
     return f"{here}; the server's: {server}"
 
@@ -120,34 +117,6 @@ def unmet_requirements(requirements: Iterable[str]) -> Iterable[str]:
             continue
         if not wanted.specifier.contains(found, prereleases=True):
             yield f"{wanted.name} is {found}; {wanted.specifier} is needed"
-
-
-def compilers_missing(venv: Path, cuda: int | None = None) -> dict[str, str]:
-    """Which of `COMPILERS` a server of this virtual environment does not find -> what is missing, in words.
-    cuda: the major version that nvcc has to have at least; None: any."""
-    home, usual = os.environ.get("CUDA_HOME"), os.path.join("/usr/local/cuda", "bin")
-    given = [os.path.join(home, "bin")] if home else []
-    path = os.pathsep.join([*given, str(venv / "bin"), *filter(None, [os.environ.get("PATH")]), usual])
-    found = {name: shutil.which(name, path=path) for name in COMPILERS}
-    missing = {name: name for name, program in found.items() if program is None}
-    if (
-        cuda is not None
-        and (nvcc := found["nvcc"]) is not None
-        and (own := _release_of(nvcc)) is not None
-        and own < cuda
-    ):
-        missing["nvcc"] = f"nvcc of CUDA {cuda} ({nvcc} is of {own})"
-    return missing
-
-
-def _release_of(nvcc: str) -> int | None:
-    """The major version of CUDA that a compiler belongs to; None: it does not say."""
-    try:
-        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    found = re.search(r"release (\d+)\.", said)
-    return int(found[1]) if found else None
 
 
 def cuda_of(installed: dict[str, str]) -> int | None:
@@ -174,6 +143,12 @@ def server_venv(subject: Subject) -> Path | None:
     engine = subject.recipe.engine
     named = engine.args.get("venv") or os.environ.get(f"AGENTRL_{engine.name.upper()}_VENV")
     return Path(str(named)).expanduser() if named and not engine.args.get("urls") else None
+
+
+def server_environment(subject: Subject) -> dict[str, str]:
+    """This process's environment with the variables that the recipe gives servers."""
+    given = subject.recipe.engine.args.get("env") or {}
+    return {**os.environ, **{str(name): str(value) for name, value in given.items()}}
 
 
 def versions_in(venv: Path) -> dict[str, str]:

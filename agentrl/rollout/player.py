@@ -10,11 +10,13 @@ from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.load import load_chat
 from agentrl.cluster.placement import Placement, place
 from agentrl.containment.deadline import leave_behind
+from agentrl.containment.threads import in_thread
 from agentrl.data.prompts import PromptLengths, drawn, fits, measure_prompts, showable, unseen
 from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class, launched_by
 from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
+from agentrl.models.download import download
 from agentrl.models.image_input import check_sight, limit_images
 from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
 from agentrl.models.shape import short_context
@@ -139,6 +141,7 @@ class Player:
         if placement is not None and placement.embedded is not None:
             section = section.model_copy(update={"device": f"cuda:{placement.embedded}"})
         shape_only = trained_elsewhere and not engine_class(recipe.engine.name).in_process
+        await in_thread(download, resolve(section.path), phase or (lambda line: None))
         model, tokenizer = load_skeleton(section) if shape_only else load_model(section, recipe.train.seed)
         if tokenizer.image_input is not None:
             check_sight(recipe)

@@ -203,11 +203,11 @@ FAULTS: list[tuple[str, Fault, str, str]] = [
     ("versions", old_package, "torch is 2.*; >=99 is needed", "package torch"),
     ("versions", old_driver, "needs driver 580; the driver is 525.60.13", "NVIDIA driver"),
     ("versions", other_nccl, "NCCL is None here and 2.30.7 in the server's", "engine.args.weights"),
-    ("versions", no_compilers, "compiles kernels as it runs, and finds no ninja$", "pip install ninja there"),
+    ("versions", no_compilers, "compiles kernels as it runs, and finds no ninja$", "pip install ninja"),
     (
         "versions",
         old_compiler,
-        r"finds no nvcc of CUDA 13 \(\S+/cuda/bin/nvcc is of 12\)$",
+        r"finds no nvcc of CUDA 13 or newer \(\S+/cuda/bin/nvcc is of 12\)$",
         "name its folder in CUDA_HOME",
     ),
     ("versions", broken_venv, "its Python does not run", "engine.args.venv"),

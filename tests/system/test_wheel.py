@@ -40,9 +40,18 @@ def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
     assert not [name for name in found if "test_" in name or name.startswith("tests")]
 
 
+def test_the_versions_for_sglang_are_the_tried_ones_but_for_its_torch():
+    tried, theirs = (
+        (ROOT / name).read_text().splitlines()[1:] for name in ("constraints.txt", "constraints-sglang.txt")
+    )
+    assert [line for line in tried if line not in theirs] == ["torch==2.13.0"]
+    assert [line for line in theirs if line not in tried] == ["torch==2.14.1"]
+
+
 def test_the_source_distribution_holds_what_its_tests_read(tmp_path):
     folders = ("agentrl", "tools", "envs", "recipes", "tests", "docs", "examples", "benchmarks", "scripts", ".ci")
-    expected = files(*folders) | {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "constraints.txt", "mkdocs.yml"}
+    expected = files(*folders) | {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "constraints.txt"}
+    expected.add("constraints-sglang.txt")
     with tarfile.open(build("sdist", tmp_path)) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
     assert expected <= found

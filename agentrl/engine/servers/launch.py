@@ -148,6 +148,13 @@ class LaunchPlan(ABC):
     def _given(self) -> dict[str, Flag]:
         return plain_flags(self.flags)
 
+    @property
+    def hub_model(self) -> str | None:
+        """The model that a server takes from this machine's cache of the hub; None: a folder, or a cache of its
+        own."""
+        own = is_container(self.command) or any(name in self.env for name in ("HF_HOME", "HF_HUB_CACHE"))
+        return None if own or Path(self.model_path).is_dir() else self.model_path
+
     def _model(self) -> str:
         return str(Path(self.model_path).absolute()) if Path(self.model_path).is_dir() else self.model_path
 

@@ -22,6 +22,7 @@ from agentrl.engine.servers.client import Sessions
 from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server
 from agentrl.errors import UserError
+from agentrl.models.download import DOWNLOADING
 
 REASON_SECONDS = 5.0
 """Time for another machine to say why a server ended, or to move its log."""
@@ -142,7 +143,8 @@ class RemoteServer(LaunchedServer):
                         f"{self._name}: no server on another machine within {limit:g} seconds; see `ray status`, and "
                         "whether every machine has agentrl"
                     )
-                phase(await self._doing(waited))
+                phase(doing := await self._doing(waited))
+                begun = time.monotonic() if doing.startswith(DOWNLOADING) else begun
             self.url, why = starting.result()
         except UserError:
             self.kill()

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from agentrl.containment.process_tree import END_SECONDS, ProcessTree
+from agentrl.containment.threads import in_thread
 from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.errors import UserError
+from agentrl.models.download import download
 from agentrl.recipe.secrets import masked_words
 from agentrl.weights.addresses import ANY, LOOPBACK, url_of
 
@@ -78,8 +80,11 @@ class Server(LaunchedServer):
     async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
         """Launch it and wait until it serves. phase: called with what it does, twice a second.
 
-        Raises UserError when it ends instead, or takes more than `timeout` seconds: then nothing of it is left.
+        What this machine lacks of the model is fetched first, which does not count. Raises UserError when it ends
+        instead, or takes more than `timeout` seconds: then nothing of it is left.
         """
+        if (name := self._plan.hub_model) is not None:
+            await in_thread(download, name, phase)
         for attempt in range(1, _STARTS + 1):
             self._launch(free_port(self._plan.host))
             try:

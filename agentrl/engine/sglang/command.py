@@ -1,7 +1,6 @@
 """The flags and variables that an SGLang server is launched with."""
 
 import os
-import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from agentrl.engine.servers.adapters import IN_A_BATCH, LOADED, AdapterNeeds
+from agentrl.engine.servers.compilers import cuda_built_for
 from agentrl.engine.servers.launch import CACHE_BYTES, Flag, LaunchPlan, Program
 from agentrl.plugins.types import Json
 from agentrl.weights.addresses import KEY_VARIABLE
@@ -22,7 +22,6 @@ SIGHT: dict[str, Flag] = {
 }
 """Flags with which a server computes of an image what transformers does, from pixels that our image processor makes,
 and takes the ids of a prompt as they are."""
-_CUDA = re.compile(r"""cuda[^=\n]*=\s*['"](\d+)\.""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,9 @@ class SglangPlan(LaunchPlan):
             "constrained-json-disable-any-whitespace": True,  # a model that may write any may write it for ever
             "api-key": self.key,
         }
-        if self.cpu:
+        if not self.cpu:  # by default graphs end at 256 requests where a GPU has 60 to 90 GB
+            flags["cuda-graph-max-bs-decode"] = self.flag("max-running-requests") or self.max_batch
+        else:
             flags |= {
                 "device": "cpu",
                 "attention-backend": "torch_native",
@@ -129,10 +130,9 @@ def memory_saver_fault(venv: Path, environment: Mapping[str, str]) -> str | None
     """Why processes of SGLang's memory saver would not start there, in the loader's words; None: they do. Tries
     its hooks, those for the CUDA of that torch where they say which they are for."""
     site = next(iter(venv.glob("lib/python*/site-packages")), venv)
-    version = site / "torch" / "version.py"
-    major = _CUDA.search(version.read_text(encoding="utf-8")) if version.is_file() else None
+    major = cuda_built_for(venv)
     hooks = sorted(site.glob("torch_memory_saver_hook_mode_preload*.so"))
-    own = [hook for hook in hooks if major is not None and f"_cu{major[1]}" in hook.name]
+    own = [hook for hook in hooks if major is not None and f"_cu{major}" in hook.name]
     if not hooks:
         return "torch_memory_saver is not installed"
     for hook in own or hooks:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 from agentrl.cluster.placement import Launched
 from agentrl.engine.servers.answer import Features, Wanted
 from agentrl.engine.servers.client import Client, ServerError
+from agentrl.engine.servers.compilers import compilers_missing, cuda_built_for, remedy_for
 from agentrl.engine.servers.engine import ServerEngine
 from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.kind import ServerKind
@@ -63,10 +64,18 @@ class SglangKind(ServerKind):
 
     def faults(self, settings: Settings, command: Sequence[str]) -> list[str]:
         venv, found = venv_of(command), []
-        if venv is not None and plain_flags(settings.flags).get("enable-memory-saver"):
-            plan = SglangPlan(tuple(command), "", "", settings.flags, 1, 1, 1, cpu=False, env=settings.env)
-            if (why := memory_saver_fault(venv, plan.environment())) is not None:
-                found.append(f"engine.args.flags.enable-memory-saver: servers of {venv} would not start: {why}")
+        if venv is None:
+            return super().faults(settings, command)
+        plan = SglangPlan(tuple(command), "", "", settings.flags, 1, 1, 1, cpu=False, env=settings.env)
+        environment, cuda = plan.environment(), cuda_built_for(venv)
+        if absent := compilers_missing(venv, environment, cuda):
+            found.append(
+                "engine sglang: a server compiles kernels as it starts, without which it ends, and finds no "
+                f"{' and no '.join(absent.values())}: {remedy_for(absent, venv, cuda)}"
+            )
+        saver = plain_flags(settings.flags).get("enable-memory-saver")
+        if saver and (why := memory_saver_fault(venv, environment)) is not None:
+            found.append(f"engine.args.flags.enable-memory-saver: servers of {venv} would not start: {why}")
         return found + super().faults(settings, command)
 
     async def facts(self, client: Client) -> ServerFacts:

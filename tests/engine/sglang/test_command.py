@@ -36,8 +36,24 @@ def venv_at(folder: Path, program: str = "#!/bin/sh\nexit 0\n") -> Path:
         (site / f"torch_memory_saver_hook_mode_preload_cu{major}.abi3.so").touch()
     (folder / "pyvenv.cfg").touch()
     (folder / "bin").mkdir()
-    (folder / "bin" / "python").write_text(program)
-    (folder / "bin" / "python").chmod(0o755)
+    for name, text in (("python", program), ("ninja", "#!/bin/sh\n")):
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A CUDA toolkit of release 13, which CUDA_HOME names."""
+    return toolkit_at(tmp_path / "toolkit", 13, monkeypatch)
+
+
+def toolkit_at(folder: Path, release: int, patch: pytest.MonkeyPatch, variable: str = "CUDA_HOME") -> Path:
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}.0, V{release}.0.88'\n")
+    nvcc.chmod(0o755)
+    patch.setenv(variable, str(folder))
     return folder
 
 
@@ -91,6 +107,47 @@ def test_a_hook_that_does_not_load_is_quoted(tmp_path: Path) -> None:
     for hook in venv.glob("lib/*/*/torch_memory_saver*"):
         hook.unlink()
     assert memory_saver_fault(venv, os.environ) == "torch_memory_saver is not installed"
+
+
+def test_servers_that_could_not_compile_are_refused(
+    tmp_path: Path, toolkit: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """nvcc is looked for as SGLang does: CUDA_HOME, CUDA_PATH, of which the first that is set decides; PATH; the usual
+    folder. Its release has to be that of the server's torch."""
+    venv = venv_at(tmp_path / "venv")
+    command = (str(venv / "bin" / "python"), "-m", "sglang.launch_server")
+
+    def faults(**env: str) -> list[str]:
+        return SglangKind().faults(Settings(venv=str(venv), env=env), command)
+
+    assert faults() == []
+    (line,) = faults(CUDA_HOME="/nowhere")
+    assert line.startswith("engine sglang: a server compiles kernels as it starts, without which it ends, and finds no")
+    assert "no nvcc of CUDA 13 or newer (in /nowhere/bin, which CUDA_HOME names): install the CUDA toolkit 13" in line
+    assert "apt-get install cuda-toolkit-13-0), or name its folder in CUDA_HOME" in line
+    monkeypatch.delenv("CUDA_HOME")
+    old = toolkit_at(tmp_path / "old", 12, monkeypatch, "CUDA_PATH")
+    assert f"no nvcc of CUDA 13 or newer ({old}/bin/nvcc is of 12)" in faults()[0]
+    monkeypatch.delenv("CUDA_PATH")
+    monkeypatch.setattr("agentrl.engine.servers.compilers.USUAL", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", "/none")
+    (venv / "bin" / "ninja").unlink()
+    (line,) = faults()
+    assert f"no ninja and no nvcc of CUDA 13 or newer (on PATH, nor in {tmp_path}/none/bin)" in line
+    assert f"{venv}/bin/python -m pip install ninja" in line
+    monkeypatch.setenv("PATH", str(toolkit / "bin"))
+    assert "no ninja:" in faults()[0]
+
+
+def test_graphs_of_a_server_reach_as_far_as_its_requests(tmp_path: Path) -> None:
+    """By itself SGLang captures those of 256 requests at most on GPUs of 60 to 90 GB."""
+    wanted = {"cuda-graph-max-bs-decode": "512", "max-running-requests": "512"}
+    for flags in ({"max-running-requests": 512}, {"max_running_requests": 512, "cuda-graph-max-bs-decode": 512}):
+        words = plan_of(venv_at(tmp_path / str(len(flags))), flags).arguments(1, 0)
+        assert {word[2:]: words[i + 1] for i, word in enumerate(words) if word[2:] in wanted} == wanted
+    words = plan_of(tmp_path / "1").arguments(1, 0)
+    assert words[words.index("--cuda-graph-max-bs-decode") + 1] == "4"  # max_batch
+    assert "--cuda-graph-max-bs-decode" not in plan_of(tmp_path / "1", cpu=True).arguments(1, 0)
 
 
 def test_a_library_that_is_not_there_is_found_out_by_a_real_loader(tmp_path: Path) -> None:

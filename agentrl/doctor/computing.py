@@ -14,7 +14,7 @@ from agentrl.compute.forward import SequenceForward, choose, computed_in, probe_
 from agentrl.compute.packing import Packed, Segment, indices
 from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.machine import fastest
-from agentrl.doctor.subject import Subject
+from agentrl.doctor.subject import Subject, first_layers
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.models.load import embeddings, load_model
@@ -161,6 +161,7 @@ def lora(subject: Subject) -> str:
     """An adapter: what it changes, the trainer and the embedded engine agree on; switched off, nothing has changed."""
     subject.free()
     section = subject.recipe.model
+    section = first_layers(section) if subject.apart else section
     model, _ = load_model(section.model_copy(update={"lora": None}))
     ids = [int(i) for i in np.random.default_rng(SEED).integers(0, embeddings(model).shape[0], 24)]
     before = logprobs_of(model, ids[:8], ids[8:])

@@ -4,8 +4,6 @@ import asyncio
 import copy
 import gc
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +15,9 @@ from torch.nn import Parameter
 
 from agentrl.chat.base import Seeing
 from agentrl.doctor.check import CheckError, NotHereError
-from agentrl.doctor.computing import EXACT, distributions, free_memory, gap, logprobs_of
+from agentrl.doctor.computing import EXACT, free_memory, gap
 from agentrl.doctor.subject import Subject
+from agentrl.doctor.trainer import HereTrainer, Trainer
 from agentrl.engine.base import Engine, Generation, GenerationFinish, Sampling, engine_class
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import describe
@@ -27,10 +26,9 @@ from agentrl.models.load import embeddings
 from agentrl.models.lora import adapter_parameters
 from agentrl.plugins.types import Message
 from agentrl.weights.channel import TRANSPORTS
-from agentrl.weights.source import ModelWeights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 TEXT = "A shop sells 7 pens for 3 coins each. How much do they cost together?"
 REQUESTS, TOKENS = 8, 32
@@ -81,7 +79,7 @@ def prompt_of(subject: Subject, turned: bool = False) -> list[int]:
     """The ids of a short conversation, as the recipe's chat renders it: about a picture where the model sees,
     which may be turned upside down."""
     chat = subject.player.chat
-    if not (isinstance(chat, Seeing) and subject.player.engine.images):
+    if subject.apart or not (isinstance(chat, Seeing) and subject.player.engine.images):
         return list(chat.render([{"role": "user", "content": TEXT}], []))
     image = {"type": "image", "image": _picture(turned)}
     messages: list[Message] = [stored({"role": "user", "content": [image, {"type": "text", "text": TEXT}]})]
@@ -99,21 +97,22 @@ def _picture(turned: bool) -> Any:
 def parity(subject: Subject) -> str:
     """Greedy sampling: the engine takes the tokens that the trainer finds likeliest, with its log-probs. Of a model
     that sees the prompt shows a picture, and the trainer must find the turn less fitting after another one."""
-    player = subject.player
+    player, trainer = subject.player, subject.trainer
     prompt = prompt_of(subject)
-    turn = subject.wait(lambda: greedy(player.engine, prompt))
-    if (wrong := compare(turn, player.model, prompt, subject.half)) is not None:
+    turn, second = (subject.wait(lambda: greedy(player.engine, prompt)) for _ in range(2))
+    subject.rest(player.engine)
+    if (wrong := compare(turn, trainer, prompt, subject.half)) is not None:
         raise CheckError(wrong)
-    second = subject.wait(lambda: greedy(player.engine, prompt))
     same = "the same tokens twice" if second.ids == turn.ids else "other tokens the second time (rounding)"
-    wanted = logprobs_of(player.model, prompt, turn.ids)
+    wanted = trainer.logprobs(prompt, turn.ids)
     off = (torch.tensor(turn.logprobs) - wanted).abs()
     seen = ""
     if min(prompt) < 0:
-        other = (torch.tensor(turn.logprobs) - logprobs_of(player.model, prompt_of(subject, True), turn.ids)).abs()
+        other = (torch.tensor(turn.logprobs) - trainer.logprobs(prompt_of(subject, True), turn.ids)).abs()
         if float(other.mean()) <= max(2 * float(off.mean()), EXACT):
             raise CheckError("engine and trainer do not see the picture: upside down it changes no log-prob")
         seen = f" about a picture, which upside down would change them by {float(other.mean()):.2g}"
+    subject.publish(player.engine, trainer)
     return f"{len(turn.ids)} tokens{seen}, log-probs differ by {float(off.mean()):.2g} nats in the mean; {same}"
 
 
@@ -125,18 +124,18 @@ async def greedy(engine: Engine, prompt: list[int]) -> Generation:
         engine.finish("doctor/greedy")
 
 
-def compare(turn: Generation, model: "PreTrainedModel", prompt: list[int], half: bool) -> str | None:
-    """Why a greedy turn is not the model's, or None. half: either computes in half precision."""
-    wanted = logprobs_of(model, prompt, turn.ids)
+def compare(turn: Generation, trainer: Trainer, prompt: list[int], half: bool) -> str | None:
+    """Why a greedy turn is not the trainer's, or None. half: either computes in half precision."""
+    wanted = trainer.logprobs(prompt, turn.ids)
     found = torch.tensor(turn.logprobs)
-    wrong = gap(found, wanted, half) or _unlikely(turn, model, prompt, wanted, half)
+    wrong = gap(found, wanted, half) or _unlikely(turn, trainer, prompt, wanted, half)
     return wrong and f"engine and trainer differ: {wrong}"
 
 
-def _unlikely(turn: Generation, model: "PreTrainedModel", prompt: list[int], wanted: Tensor, half: bool) -> str | None:
+def _unlikely(turn: Generation, trainer: Trainer, prompt: list[int], wanted: Tensor, half: bool) -> str | None:
     """Which token is not the likeliest, by more than log-probs may differ."""
-    best = distributions(model, prompt, turn.ids).amax(-1)
-    if gap(best, wanted, half) is None:
+    best = trainer.likeliest(prompt, turn.ids)
+    if best is None or gap(best, wanted, half) is None:
         return None
     place = int((best - wanted).argmax())
     return f"token {place} of a greedy turn is {float((best - wanted)[place]):.2g} nats less likely than the likeliest"
@@ -144,67 +143,40 @@ def _unlikely(turn: Generation, model: "PreTrainedModel", prompt: list[int], wan
 
 def weights(subject: Subject) -> str:
     """New weights reach the engine as the recipe says, and are noticed where they are others than the trainer's."""
-    player = subject.player
-    return updated(subject, player.engine, player.model)
+    return updated(subject, subject.player.engine, subject.trainer)
 
 
-def updated(subject: Subject, engine: Engine, model: "PreTrainedModel", received: bool = False) -> str:
-    """Change the model's weights, give them to the engine, compare; then change them back. Returns how long an update
-    took. received: the engine is given the weights as those of a trainer in other processes."""
+def updated(subject: Subject, engine: Engine, trainer: Trainer) -> str:
+    """Change the trainer's weights, give them to the engine, compare; and once more with those from before, where the
+    trainer has kept them. Returns how long an update took."""
     prompt = prompt_of(subject)
-    right = copy.deepcopy(model.state_dict())
-    half = subject.half
-    if (wrong := compare(subject.wait(lambda: greedy(engine, prompt)), model, prompt, half)) is not None:
+
+    def differ(turn: Generation) -> str | None:
+        subject.rest(engine)
+        return compare(turn, trainer, prompt, subject.half)
+
+    first = subject.wait(lambda: greedy(engine, prompt))
+    if (wrong := differ(first)) is not None:
         raise CheckError(f"before an update {wrong}")  # and it keeps what it has computed with these weights
-    try:
-        with _changed(model):
-            seconds = _update(subject, engine, model, received)
-            turn = subject.wait(lambda: greedy(engine, prompt))
-            if (wrong := compare(turn, model, prompt, half)) is not None:
-                raise CheckError(f"after an update {wrong}")
-        if compare(turn, model, prompt, half) is None:
+    with trainer.changed(prompt, first.ids):
+        if differ(first) is None:
             raise CheckError("wrong weights were not noticed: changing them did not change the log-probs")
-    finally:
-        model.load_state_dict(right)
-    _update(subject, engine, model, received)
-    turn = subject.wait(lambda: greedy(engine, prompt))
-    if (wrong := compare(turn, model, prompt, half)) is not None:
+        seconds = subject.publish(engine, trainer)
+        if (wrong := differ(subject.wait(lambda: greedy(engine, prompt)))) is not None:
+            raise CheckError(f"after an update {wrong}")
+    subject.publish(engine, trainer)
+    if (wrong := differ(subject.wait(lambda: greedy(engine, prompt)))) is not None:
         raise CheckError(f"after a second update {wrong}")
-    size = sum(p.nbytes for p in model.parameters()) / 1e9
+    subject.publish(engine, trainer)
+    size = sum(p.nbytes for p in subject.player.model.parameters()) / 1e9
     return f"{seconds:.2f} s for {size:.3g} GB; wrong weights were noticed"
-
-
-def _update(subject: Subject, engine: Engine, model: "PreTrainedModel", received: bool) -> float:
-    subject.version += 1
-    source = ModelWeights(model) if received else None
-    began = perf_counter()
-    subject.wait(lambda: engine.update_weights(subject.version, source))
-    return perf_counter() - began
-
-
-@contextmanager
-def _changed(model: "PreTrainedModel") -> Iterator[None]:
-    """Weights that give clearly other log-probs: those of the adapter where there is one, else those of the last
-    norm."""
-    adapter = adapter_parameters(model)
-    norms = [p for name, p in model.named_parameters() if "norm" in name and p.dim() == 1]
-    chosen = adapter or norms[-1:] or list(model.parameters())[-1:]
-    kept = [p.detach().clone() for p in chosen]
-    given = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in chosen:
-            p.copy_(0.2 * torch.randn(p.shape, generator=given) if adapter else p * 0.25)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for p, previous in zip(chosen, kept, strict=True):
-                p.copy_(previous)
 
 
 def transports(subject: Subject) -> str:
     """A weight update by every other way that the engine knows."""
     name = subject.recipe.engine.name
+    if name == LOCAL and subject.apart:
+        raise NotHereError("the engine `local` takes the weights of workers in one way only")
     if name == LOCAL:
         return _local_ways(subject)
     if "weights" not in inspect.signature(engine_class(name)).parameters:
@@ -221,12 +193,12 @@ def transports(subject: Subject) -> str:
 def _local_ways(subject: Subject) -> str:
     """A copy that follows the trainer's model, and one that is given the weights tensor by tensor."""
     model = subject.player.model
-    ways = {"copied": (LocalEngine(model, max_batch=REQUESTS, overlap=True), False)}
+    ways = {"copied": (LocalEngine(model, max_batch=REQUESTS, overlap=True), HereTrainer(model))}
     if not adapter_parameters(model):
-        ways["received"] = (LocalEngine(copy.deepcopy(model), max_batch=REQUESTS), True)
+        ways["received"] = (LocalEngine(copy.deepcopy(model), max_batch=REQUESTS), HereTrainer(model, received=True))
     lines = []
-    for way, (made, received) in ways.items():
-        lines.append(f"{way} {updated(subject, made, model, received)}")
+    for way, (made, trainer) in ways.items():
+        lines.append(f"{way} {updated(subject, made, trainer)}")
         subject.wait(made.close)
     return "; ".join(lines)
 
@@ -237,11 +209,11 @@ def _by_transport(subject: Subject, way: str) -> tuple[bool, str]:
     recipe = recipe.changed(engine={"args": {**recipe.engine.args, "weights": way}})
     try:
         subject.adopt(subject.build(recipe))
-        return True, updated(subject, subject.player.engine, subject.player.model)
+        return True, updated(subject, subject.player.engine, subject.trainer)
     except Exception as error:  # noqa: BLE001 - the next transport is tried all the same
         return False, f"cannot be used here: {describe(error)}"
     finally:
-        subject.free()
+        subject.free(workers=False)
 
 
 def sleep(subject: Subject) -> str:
@@ -256,15 +228,15 @@ def sleep(subject: Subject) -> str:
     before = _held(subject)
     subject.wait(player.engine.sleep)
     freed = before - _held(subject)
-    subject.version += 1
-    subject.wait(lambda: player.engine.update_weights(subject.version))
-    subject.wait(player.engine.wake)
+    subject.publish(player.engine, subject.trainer)
     least = GIVEN_BACK * (1000 if subject.device.type == "cuda" else 1)
     if freed < least:
         raise CheckError(f"the engine gave back {freed / 1e6:.1f} MB as it went to sleep")
     again = subject.wait(lambda: greedy(player.engine, prompt))
-    if (wrong := compare(again, player.model, prompt, subject.half)) is not None:
+    subject.rest(player.engine)
+    if (wrong := compare(again, subject.trainer, prompt, subject.half)) is not None:
         raise CheckError(f"once awake {wrong}")
+    subject.publish(player.engine, subject.trainer)
     same = "the same tokens" if again.ids == turn.ids else "other tokens (rounding)"
     return f"{freed / 1e6:,.1f} MB given back; {same} once awake"
 

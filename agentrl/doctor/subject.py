@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.containment.event_loop import Runner
@@ -16,11 +17,16 @@ from agentrl.recipe.sections.track import ProfileSection, TrackSection
 if TYPE_CHECKING:  # what is heavy is imported by what needs it
     import torch
 
+    from agentrl.distributed.remote import RayRoles
+    from agentrl.doctor.trainer import Trainer
+    from agentrl.engine.base import Engine
     from agentrl.rollout.player import Player
 
 T = TypeVar("T")
 TASKS, SAMPLES, TURN_TOKENS = 2, 4, 128
 """Of the step that is tried, at most."""
+LAYERS = 2
+"""Layers of a model that no process has as a whole."""
 
 
 class Subject:
@@ -32,6 +38,7 @@ class Subject:
         """The version of the last weights that the engine was given."""
         self._model: Any = None
         self._player: Player | None = None
+        self._roles: RayRoles | None = None
         self._runner: Runner | None = None
 
     @property
@@ -48,11 +55,38 @@ class Subject:
     @property
     def model(self) -> Any:
         """The recipe's model, with its adapter: the engine's where there is one. Checks leave it as it was."""
-        if self._player is not None:
+        if self._player is not None and not self.apart:
             return self._player.model
         if self._model is None:
-            self._model, _ = load_model(self.recipe.model, self.recipe.train.seed)
+            section = first_layers(self.recipe.model) if self.apart else self.recipe.model
+            self._model, _ = load_model(section, self.recipe.train.seed)
         return self._model
+
+    @property
+    def apart(self) -> bool:
+        """Whether the recipe trains in workers. Then nobody has the whole model, and checks of how it computes look at
+        its first layers."""
+        return self.recipe.cluster.used
+
+    @property
+    def trainer(self) -> "Trainer":
+        """Who has the weights that the engine is to have."""
+        from agentrl.doctor.trainer import HereTrainer, WorkersTrainer
+
+        player = self.player
+        return WorkersTrainer(self.roles) if self.apart else HereTrainer(player.model)
+
+    @property
+    def roles(self) -> "RayRoles":
+        """The recipe's roles on its workers."""
+        if self._roles is None:
+            from agentrl.distributed.remote import RayRoles
+            from agentrl.training.preflight import placement_of
+
+            recipe = self._alone(self.recipe).changed(rollout={"temperature": 1.0})  # that of log-probs
+            logs = self.folder / "run" / "logs"
+            self._roles = RayRoles(recipe, recipe, logs, print, print, placement_of(recipe))
+        return self._roles
 
     @property
     def player(self) -> "Player":
@@ -64,15 +98,44 @@ class Subject:
     def build(self, recipe: Recipe) -> "Player":
         """Make a player for `recipe` in this process; the model and the player before are let go of. Whoever calls it
         for another recipe than its own closes it."""
+        from agentrl.doctor.trainer import WorkersTrainer
         from agentrl.rollout.player import Player
+        from agentrl.training.preflight import placement_of
 
-        self.free()
+        self.free(workers=False)
+        alone = self._alone(recipe)
+        if not self.apart:
+            return self.wait(lambda: Player.build(alone, say=print))
+        placement = placement_of(alone)
+        player = self.wait(lambda: Player.build(alone, say=print, trained_elsewhere=True, placement=placement))
+        try:
+            self.publish(player.engine, WorkersTrainer(self.roles))
+        except BaseException:
+            self.wait(player.close)
+            raise
+        return player
+
+    def _alone(self, recipe: Recipe) -> Recipe:
+        """`recipe` with one server: one of those on other machines, where the workers are apart too."""
         args = dict(recipe.engine.args)
-        args.pop("remote_nodes", None)  # one here serves
-        if "servers" in args:
-            args["servers"] = 1
-        alone = recipe.changed(cluster=ClusterSection(), engine={"args": args})
-        return self.wait(lambda: Player.build(alone, say=print))
+        elsewhere = 1 if args.pop("remote_nodes", 0) and self.apart else 0
+        args |= {"remote_nodes": 1} if elsewhere else {}
+        args |= {"servers": 1} if "servers" in args else {}
+        return recipe.changed(engine={"args": args}, **({} if self.apart else {"cluster": ClusterSection()}))
+
+    def publish(self, engine: "Engine", trainer: "Trainer") -> float:
+        """Give the engine the trainer's weights, and wake it; return the seconds that the update took."""
+        self.version += 1
+        began = perf_counter()
+        self.wait(lambda: engine.update_weights(self.version, trainer.weights()))
+        seconds = perf_counter() - began
+        self.wait(engine.wake)
+        return seconds
+
+    def rest(self, engine: "Engine") -> None:
+        """Have an engine that shares the workers' GPUs give its memory back, as in a run, until the next `publish`."""
+        if self.apart and self.recipe.engine.sleep:
+            self.wait(engine.sleep)
 
     def adopt(self, player: "Player") -> None:
         """Make `player` the one that checks see, until `free`."""
@@ -83,8 +146,8 @@ class Subject:
         self._runner = self._runner or Runner()
         return self._runner.run(work())
 
-    def free(self) -> None:
-        """Let go of model and engine, and of their memory."""
+    def free(self, workers: bool = True) -> None:
+        """Let go of model and engine, and of their memory; and of the workers."""
         import torch
 
         player, self._player, self._model = self._player, None, None
@@ -92,17 +155,33 @@ class Subject:
             for line in self.wait(player.close):
                 print(line)
         del player
+        if workers and self._roles is not None:
+            roles, self._roles = self._roles, None
+            roles.close()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Free everything."""
-        if self._player is not None or self._model is not None:
+        if (self._player, self._model, self._roles) != (None, None, None):
             self.free()
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+
+
+def first_layers(section: ModelSection) -> ModelSection:
+    """The model with its first `LAYERS` layers alone; as it is where it has no more."""
+    from agentrl.models.shape import read_config
+
+    config = read_config(section, fetch=True)
+    text = config.get_text_config() if config is not None else None
+    if text is None or text.num_hidden_layers <= LAYERS:
+        return section
+    kinds = {"layer_types": list(text.layer_types[:LAYERS])} if getattr(text, "layer_types", None) else {}
+    fewer = {**section.config, "num_hidden_layers": LAYERS, **kinds}
+    return section.model_copy(update={"config": fewer})
 
 
 def small(recipe: Recipe, output: Path) -> Recipe:

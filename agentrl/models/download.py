@@ -24,7 +24,7 @@ def download(path: str, progress: Callable[[str], None]) -> None:
     from huggingface_hub import snapshot_download
     from tqdm.auto import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):  # type: ignore[misc]
         """Counts bytes, and shows nothing."""
 
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -94,17 +94,20 @@ def read_shape(section: ModelSection) -> Shape | None:
 
     Raises UserError for a path that is no model, or one that sees in a way that is not known.
     """
-    config = _read_config(section)
+    config = read_config(section)
     return None if config is None else Shape.of(config, section.lora, section.trust_remote_code)
 
 
-def _read_config(section: ModelSection) -> "PretrainedConfig | None":
+def read_config(section: ModelSection, fetch: bool = False) -> "PretrainedConfig | None":
+    """A model's configuration with the recipe's settings; None: it cannot be had. fetch: whether to ask the hub."""
     from transformers import AutoConfig
 
     path = resolve(section.path)
     try:
-        check_family(path, section, local_files_only=True)
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=section.trust_remote_code)
+        check_family(path, section, local_files_only=not fetch)
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=not fetch, trust_remote_code=section.trust_remote_code
+        )
     except (OSError, ValueError):
         return None
     return overridden(config, section)
@@ -129,7 +132,7 @@ def context_of(config: "PretrainedConfig") -> int:
 def expected_context(recipe: Recipe) -> int | None:
     """The context that the recipe's engine will have, in tokens; None if the model's configuration is not on
     this machine. Raises as `read_shape` does."""
-    config, flags = _read_config(recipe.model), recipe.engine.args.get("flags")
+    config, flags = read_config(recipe.model), recipe.engine.args.get("flags")
     if config is None:
         return None
     given = {**recipe.engine.args, **(flags if isinstance(flags, Mapping) else {})}

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 from agentrl_tools.calculator import Calculator
 from PIL.Image import Transpose
 from train_help import small
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.roles import save_roles
@@ -25,12 +27,13 @@ from agentrl.compute.forward import BlockForward
 from agentrl.doctor import computing, machine, running, sampling
 from agentrl.doctor.check import Check, CheckError, Finding, NotHereError, Status, perform
 from agentrl.doctor.checks import CHECKS
-from agentrl.doctor.subject import Subject
+from agentrl.doctor.subject import Subject, first_layers
+from agentrl.doctor.trainer import HereTrainer
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError
 from agentrl.images import STORE
 from agentrl.learner.roles import LocalRoles
-from agentrl.models.load import load_model
+from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.vision import Vision
 from agentrl.recipe.schema import Recipe
 
@@ -170,10 +173,10 @@ def no_update(subject: Subject, patch: Patch, folder: Path) -> None:
 
 def unnoticed(subject: Subject, patch: Patch, folder: Path) -> None:
     @contextmanager
-    def unchanged(model: Any) -> Iterator[None]:
+    def unchanged(self: Any, prompt: Any, ids: Any) -> Iterator[None]:
         yield
 
-    patch.setattr(sampling, "_changed", unchanged)
+    patch.setattr(HereTrainer, "changed", unchanged)
 
 
 def sleepless(subject: Subject, patch: Patch, folder: Path) -> None:
@@ -497,3 +500,39 @@ def test_whatever_a_part_raises_is_a_finding(subject: Subject) -> None:
 
     found = perform(Check("x", "a part", raises, "key a.b"), subject)
     assert (found.status, found.remedy) == (Status.FAILED, "key a.b")
+
+
+@pytest.mark.ray
+def test_a_recipe_of_workers_is_tried_through_its_roles(subject: Subject, monkeypatch: Patch) -> None:
+    """Sharded, as in a run: no check has the whole model in this process, and none copies a state."""
+    subject.recipe = small(cluster__workers=2, engine__sleep=True)
+    plain = copy.deepcopy
+
+    def copied(value: Any, *memo: Any) -> Any:
+        assert not isinstance(value, torch.nn.Module | OrderedDict), type(value)
+        return plain(value, *memo)
+
+    monkeypatch.setattr(copy, "deepcopy", copied)
+    for name in ("engine", "parity", "weights", "sleep"):
+        found = finding(name, subject)
+        assert found.status is Status.OK, found
+    assert finding("transports", subject).status is Status.ABSENT
+    monkeypatch.setattr(type(subject.roles.actor), "update", lambda self, batch, rate: None)
+    found = finding("weights", subject)
+    assert "change log-probs by 0 nats only" in found.figure, found
+
+
+def test_of_a_model_that_no_process_has_whole_the_first_layers_are_looked_at(tmp_path: Path) -> None:
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    whole = Qwen3ForCausalLM(config)
+    whole.save_pretrained(tmp_path)
+    load_tokenizer(Recipe().model).save_pretrained(tmp_path)
+    section = Recipe().model.model_copy(update={"path": str(tmp_path)})
+    found = load_model(first_layers(section))[0]
+    names = dict(found.named_parameters())
+    assert len(found.model.layers) == found.config.num_hidden_layers == 2
+    assert all(torch.equal(names[name], dict(whole.named_parameters())[name]) for name in names)
+    assert first_layers(Recipe().model).config["num_hidden_layers"] == 2

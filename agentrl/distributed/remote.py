@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from agentrl.cluster.group import Future, WorkerGroup
 from agentrl.cluster.placement import Placement, names_of
-from agentrl.cluster.pool import Home, ResourcePool, own_address
+from agentrl.cluster.pool import Home, ResourcePool, own_address, own_id
 from agentrl.cluster.session import Session
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import RoleCost
@@ -149,8 +149,9 @@ class RemoteWeights(WeightSource):
 
 
 class RemotePublisher:
-    """`Publisher` on workers: all ranks of `group` take part. A server on a machine of theirs is sent its weights by
-    the first rank there, by shared memory; rank 0 sends to the others. groups: all that may share GPUs with servers."""
+    """`Publisher` on workers: all ranks of `group` take part. A server that shares a GPU with one of them is sent its
+    weights by that rank, from that GPU; another one on a machine of theirs by the first rank there; rank 0 sends to the
+    others. groups: all that may share GPUs with servers."""
 
     def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup]) -> None:
         self._group, self._groups = group, groups
@@ -158,14 +159,23 @@ class RemotePublisher:
         self._rank_by_url: dict[str, int] = {}
 
     def open(
-        self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
+        self,
+        folder: str | None = None,
+        transport: str = "auto",
+        key: str | None = None,
+        kind: str = "sglang",
+        nccl: str | None = None,
     ) -> None:
         """Open the publisher of every rank (see `Publisher.open`)."""
         self._transport = transport
-        self._group.open_publisher(folder, transport, key, kind)
+        self._group.open_publisher(folder, transport, key, kind, nccl)
 
     def publish(self, request: WeightRequest) -> WeightResult:
         """Let the workers send their weights; return the joined results."""
+        if request.gpus and self._transport in ("auto", "from_tensor"):
+            on = {(worker.node_id, gpu): rank for rank, worker in enumerate(self._group.workers) for gpu in worker.gpus}
+            sharing = {url: on.get((gpus.node or own_id(), gpus.names[0])) for url, gpus in request.gpus.items()}
+            self._rank_by_url |= {url: rank for url, rank in sharing.items() if rank is not None}
         return WeightResult.joined(self._group.publish(replace(request, senders=self._senders(request.urls))))
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
@@ -177,10 +187,12 @@ class RemotePublisher:
         return _merged(self._group.wake_servers())
 
     def _senders(self, urls: Sequence[str]) -> dict[str, int]:
-        """URL -> rank on its machine, for servers on other machines than rank 0's. Each is looked for once."""
+        """URL -> rank that shares its GPU or, of a server on another machine than rank 0's, is on its machine. Each is
+        looked for once."""
+        new = [url for url in urls if url not in self._rank_by_url]
         if self._transport != "auto" or len({process.node_id for process in self._group.workers}) == 1:
-            return {}
-        if new := [url for url in urls if url not in self._rank_by_url]:
+            self._rank_by_url |= dict.fromkeys(new, 0)
+        elif new:
             found = enumerate(self._group.near(new))
             near = {url: rank for rank, theirs in reversed(list(found)) for url in theirs}
             self._rank_by_url |= {url: near.get(url, 0) for url in new}

@@ -63,7 +63,10 @@ class TrainWorker(InstrumentedWorker):
         if self.recipe.train.threads:
             torch.set_num_threads(self.recipe.train.threads)
         torch.manual_seed(self.recipe.train.seed)
-        if self.recipe.engine.name == "sglang" and self.recipe.engine.args.get("weights") == "from_distributed":
+        args = self.recipe.engine.args
+        if self.recipe.engine.name == "sglang" and (
+            args.get("weights") == "from_distributed" or args.get("remote_nodes")
+        ):
             agree_with_servers()
         self.connect(self.recipe.cluster.timeout)
         self.start_measuring()
@@ -79,7 +82,7 @@ class TrainWorker(InstrumentedWorker):
         if "actor" in roles:
             made = build_policy(self.recipe, context)
             self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
-            self._publisher = Publisher(made.model, self.rank)
+            self._publisher = Publisher(made.model, self.rank, self.heartbeat)
             self.teachers = local_teachers(original, lambda section: self._teacher(section, original, context, ranks))
             self.actor.teachers = compared_whole(self.teachers)
         if "reference" in roles:
@@ -195,9 +198,9 @@ class TrainWorker(InstrumentedWorker):
         return [(name, tensor.cpu()) for name, tensor in bucket]
 
     @register(ONE_TO_ALL)
-    def open_publisher(self, folder: str | None, transport: str, key: str | None, kind: str) -> None:
+    def open_publisher(self, folder: str | None, transport: str, key: str | None, kind: str, nccl: str | None) -> None:
         """See `Publisher.open`; so are the next four methods, each a call of its on every rank."""
-        self._publisher.open(folder, transport, key, kind)
+        self._publisher.open(folder, transport, key, kind, nccl)
 
     @register(ONE_TO_ALL)
     @instrumented("actor", SYNC)

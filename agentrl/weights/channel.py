@@ -5,6 +5,7 @@ worked; otherwise it stays paused and has no version.
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from agentrl.errors import UserError, nearest
 from agentrl.weights.addresses import same_host
 from agentrl.weights.kinds import SERVERS
-from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
+from agentrl.weights.server import Facts, PauseMode, WeightServer, WeightUpdateError
 from agentrl.weights.source import Rounded, WeightSource
 from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.transports.disk import DiskTransport
@@ -25,6 +26,7 @@ from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 from agentrl.weights.transports.split import SplitTransport
 from agentrl.weights.verify import Fingerprint, check
+from agentrl.weights.vllm import own_nccl
 
 TRANSPORTS = ("auto", "from_tensor", "from_distributed", "from_disk")
 """Values of `engine.args.weights`, by the names of SGLang's endpoints; what each is for vLLM: vllm.py."""
@@ -38,6 +40,8 @@ MEMORY = ("weights", *KEYS_AND_VALUES)
 """What a server started with `--enable-memory-saver` can release, and take again separately: graphs where it has
 SGLANG_MEMORY_SAVER_CUDA_GRAPH=1 besides, as launched ones do. A CPU frees nothing."""
 
+GLOO_BYTES_PER_SECOND = 2e9
+"""Of one copy over a network or loopback; an estimate."""
 CHANGED = "the trainer changed its weights while they were sent"
 
 
@@ -208,13 +212,16 @@ async def open_channel(
     check_every: int = CHECK_EVERY,
     previous: WeightChannel | None = None,
     say: Callable[[str], None] = print,
+    nccl: str | None = None,
+    parameters: int = 0,
 ) -> WeightChannel:
     """Open a channel to the servers at `urls`, which must answer already.
 
     kind: of the servers, one of SERVERS. transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on
     other machines must see it by the same path. timeout: seconds that one call of an update may take. check_every: the
     first update is verified, and then one in so many (0: none). say: called with a line that names the transport and
-    why. previous: the channel before this one: servers that it sent to sleep are woken by this one.
+    why. previous: the channel before this one: servers that it sent to sleep are woken by this one. nccl: version of
+    NCCL in servers that do not tell theirs (None: not known). parameters: of the model.
     Raises UserError for an unknown transport, WeightUpdateError for a server that does not answer.
     """
     if transport not in TRANSPORTS:
@@ -222,12 +229,14 @@ async def open_channel(
     servers = [SERVERS[kind](url, session, timeout) for url in urls]
     for server in servers:
         await server.facts()
-    chosen, how = await _by_server(kind, servers, transport, folder)
+    chosen, how = await _by_server(kind, servers, transport, folder, nccl, parameters)
     say(f"weights: {how}")
     return WeightChannel(servers, chosen, check_every, previous)
 
 
-async def _by_server(kind: str, servers: Sequence[WeightServer], transport: str, folder: Path) -> tuple[Transport, str]:
+async def _by_server(
+    kind: str, servers: Sequence[WeightServer], transport: str, folder: Path, nccl: str | None, parameters: int
+) -> tuple[Transport, str]:
     """How to send to each of the servers, and a line about it."""
     if transport != "auto":
         return _transport(transport, kind, folder), f"{transport} (as the recipe says)"
@@ -238,24 +247,46 @@ async def _by_server(kind: str, servers: Sequence[WeightServer], transport: str,
     by_group = whys.pop("from_distributed", None)
     if by_group is not None:
         whys["from_distributed"] = by_group
+    by_nccl = SERVERS[kind].joins_by_id or (nccl is not None and nccl == own_nccl())
     (first, *others), lines = whys or {"from_tensor": {}}, []
-    chosen, near = _transport(first, kind, folder, asked=False), list(whys.get(first, ()))
+    chosen, near = _transport(first, kind, folder, by_nccl), list(whys.get(first, ()))
     for name in others:
-        chosen = SplitTransport(chosen, _transport(name, kind, folder, asked=False), tuple(near))
+        chosen = SplitTransport(chosen, _transport(name, kind, folder, by_nccl), tuple(near))
         near += whys[name]
     for name, some in whys.items():
-        over = " over gloo" if name == "from_distributed" and not SERVERS[kind].joins_by_id else ""
-        more = f", nor do {len(some) - 1} more" if over and len(some) > 1 else ""
+        over = more = ""
+        if name == "from_distributed" and not SERVERS[kind].joins_by_id:
+            facts = [await server.facts() for server in servers if server.url in some]
+            by_nccl = by_nccl and all(fact.device == "cuda" for fact in facts)
+            over = f" over NCCL {nccl}" if by_nccl else f" over gloo{_slowness(facts, parameters)}"
+            more = f", nor do {len(some) - 1} more" if len(some) > 1 else ""
         why = f" ({next(iter(some.values()), '')}{more})"
         lines.append(f"{name} to {len(some)} servers" if others and name == first else f"{name}{over}{why}")
     return chosen, ", ".join(lines)
 
 
-def _transport(name: str, kind: str, folder: Path, asked: bool = True) -> Transport:
-    """asked: whether the recipe names it. Otherwise NCCL serves only where nothing else does: it wants its own version
-    in servers, which do not tell theirs."""
+def _slowness(facts: Sequence[Facts], parameters: int) -> str:
+    """How long gloo takes, and what is faster, where servers have GPUs."""
+    if any(fact.device != "cuda" for fact in facts):
+        return ""
+    size = parameters * (4 if any(fact.dtype == "float32" for fact in facts) else 2)
+    seconds = gloo_seconds(size, sum(fact.ranks for fact in facts))
+    return (
+        f", estimated {seconds:.0f} s an update: their NCCL is not known to be {own_nccl() or 'ours'}; where it is, "
+        "engine.args.weights=from_distributed is faster"
+    )
+
+
+def gloo_seconds(size: int, ranks: int) -> float:
+    """Estimate how long gloo broadcasts `size` bytes to so many ranks of servers: its tree has the root send
+    log2(ranks + 1) copies, one after the other."""
+    return size * math.ceil(math.log2(ranks + 1)) / GLOO_BYTES_PER_SECOND
+
+
+def _transport(name: str, kind: str, folder: Path, nccl: bool = True) -> Transport:
+    """nccl: whether a group of GPUs may be one of NCCL, which wants its own version in servers."""
     if name == "from_disk":
         return DiskTransport(folder)
     if name == "from_distributed":
-        return GroupTransport(nccl=asked or SERVERS[kind].joins_by_id)
+        return GroupTransport(nccl=nccl)
     return HandleTransport() if kind == "vllm" else SharedMemoryTransport()

@@ -54,8 +54,11 @@ class Sender:
         transport: str,
         say: Callable[[str], None],
         kind: str = "sglang",
+        nccl: str | None = None,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._model, self._session, self._scratch = model, session, scratch
+        self.nccl, self._beat = nccl, beat
         self._transport, self._say, self._kind = transport, say, kind
         self._channel: WeightChannel | None = None
         self._channel_key: object = None  # event loop and URLs of the channel
@@ -74,7 +77,7 @@ class Sender:
     def follow(self, request: WeightRequest) -> None:
         """Take part in the collectives of a request, on a rank that sends nothing."""
         if request.content is not WeightContent.ADAPTER:
-            weights = ModelWeights(self._model, base=request.content is WeightContent.BASE)
+            weights = ModelWeights(self._model, base=request.content is WeightContent.BASE, beat=self._beat)
             if request.content is WeightContent.WHOLE and not request.again:
                 self._stamp = weights.stamp  # a server of ours may be sent them again
             weights.follow()
@@ -106,7 +109,8 @@ class Sender:
 
     async def _send_weights(self, request: WeightRequest) -> WeightResult:
         base = request.content is WeightContent.BASE
-        weights = ModelWeights(self._model, stamp=self._stamp if request.again and not base else None, base=base)
+        stamp = self._stamp if request.again and not base else None
+        weights = ModelWeights(self._model, stamp=stamp, base=base, beat=self._beat)
         try:
             if request.again or base:
                 channel = await self._open(request.urls, lambda line: None)
@@ -163,8 +167,9 @@ class Sender:
     ) -> WeightChannel:
         session, folder = self._session(), self._folder()
         return await open_channel(
-            urls, session, folder=folder, transport=self._transport, say=say, previous=previous, kind=self._kind
-        )
+            urls, session, folder=folder, transport=self._transport, say=say, previous=previous, kind=self._kind,
+            nccl=self.nccl, parameters=sum(p.numel() for p in self._model.parameters()),
+        )  # fmt: skip
 
     def _folder(self) -> Path:
         return (
@@ -174,10 +179,11 @@ class Sender:
 
 class Publisher:
     """Sends the weights of `model`, a transformers module whose parameters may be sharded (FSDP2). Called alike on
-    every rank; each call blocks. rank: of this process. One that sends has an event loop of its own for it."""
+    every rank; each call blocks. rank: of this process. One that sends has an event loop of its own for it. beat:
+    called after each tensor, as a sign of life."""
 
-    def __init__(self, model: "PreTrainedModel", rank: int = 0) -> None:
-        self._model, self._rank = model, rank
+    def __init__(self, model: "PreTrainedModel", rank: int = 0, beat: Callable[[], None] = lambda: None) -> None:
+        self._model, self._rank, self._beat = model, rank, beat
         self._runner: asyncio.Runner | None = None
         self._session: aiohttp.ClientSession | None = None
         self._key: str | None = None
@@ -188,15 +194,22 @@ class Publisher:
         self._messages: list[str] = []
 
     def open(
-        self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
+        self,
+        folder: str | None = None,
+        transport: str = "auto",
+        key: str | None = None,
+        kind: str = "sglang",
+        nccl: str | None = None,
     ) -> None:
-        """folder: where `from_disk` writes, which servers must see by the same path (None: a temporary one). transport:
-        see `open_channel`. key: of servers that ask for one. kind: of the servers. An unknown
-        transport raises UserError once it is used."""
+        """folder: where `from_disk` writes, which servers must see by the same path (None: a temporary one). transport,
+        nccl: see `open_channel`. key: of servers that ask for one. kind: of the servers. An unknown transport raises
+        UserError once it is used."""
         self.close()
         self._key, self._kind = key, kind
         self._folder = Path(folder) if folder is not None else None
-        self._sender = Sender(self._model, self._get_session, self._scratch, transport, self._messages.append, kind)
+        self._sender = Sender(
+            self._model, self._get_session, self._scratch, transport, self._messages.append, kind, nccl, self._beat
+        )
 
     def publish(self, request: WeightRequest) -> WeightResult | None:
         """Send the weights as `request` says. Returns the result of what this rank sent; None: it sent nothing. It

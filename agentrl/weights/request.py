@@ -4,7 +4,7 @@ processes."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class WeightContent(StrEnum):
@@ -16,6 +16,15 @@ class WeightContent(StrEnum):
     """All weights, without the adapter."""
     ADAPTER = "adapter"
     """The adapter alone."""
+
+
+class ServerGpus(NamedTuple):
+    """The GPUs of a server that the run launched."""
+
+    node: str
+    """Ray's name of its machine; empty: the controller's."""
+    names: tuple[str, ...]
+    """Their names there, as CUDA_VISIBLE_DEVICES has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,8 @@ class WeightRequest:
     """URL -> names of adapters that requests in flight sample from."""
     senders: Mapping[str, int] = field(default_factory=dict)
     """URL -> rank of the trainer that sends to it, one on its machine; rank 0 sends to the others."""
+    gpus: Mapping[str, ServerGpus] = field(default_factory=dict)
+    """URL -> its GPUs, where the run launched it on any: who has the same GPU sends to it."""
 
     def of(self, rank: int) -> "WeightRequest":
         """The part of it that a rank sends."""
@@ -67,7 +78,12 @@ class WeightPublisher(Protocol):
     """Sends weights to servers from the processes that hold them; see `publisher.Publisher`. Its calls block."""
 
     def open(
-        self, folder: str | None = None, transport: str = "auto", key: str | None = None, kind: str = "sglang"
+        self,
+        folder: str | None = None,
+        transport: str = "auto",
+        key: str | None = None,
+        kind: str = "sglang",
+        nccl: str | None = None,
     ) -> None:
         """Prepare for sending; the arguments are those of `Publisher.open`."""
 

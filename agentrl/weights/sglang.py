@@ -75,10 +75,11 @@ class SglangServer(WeightServer):
         await self._post("/destroy_weights_update_group", {"group_name": name})
 
     async def load_broadcast(self, layout: Layout, group: str, flush: bool) -> None:
-        """Load tensors that rank 0 of `group` broadcasts."""
+        """Load tensors that rank 0 of `group` broadcasts, one after the other in one tensor of bytes."""
         names, dtypes, shapes = zip(*layout, strict=True)
         kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
         body = {"names": names, "dtypes": kinds, "shapes": shapes, "group_name": group, "flush_cache": flush}
+        body["load_format"] = "flattened_bucket"  # one broadcast
         await self._post("/update_weights_from_distributed", body)
 
     async def load_adapter(self, name: str, folder: str) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,13 +48,18 @@ class ModelWeights(WeightSource):
     stamp: hash of the weights that these must be, as of an earlier `ModelWeights` (None: as they are now). By it an
     optimizer step in another thread is noticed, before or while they are sent. own_names: names of the module's state
     dict instead of those of checkpoints: transformers keeps the experts of a layer as one tensor, and servers load them
-    one by one.
+    one by one. beat: called after each tensor.
     """
 
     def __init__(
-        self, model: "PreTrainedModel", stamp: str | None = None, base: bool = False, own_names: bool = False
+        self,
+        model: "PreTrainedModel",
+        stamp: str | None = None,
+        base: bool = False,
+        own_names: bool = False,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._model, self._base = model, base
+        self._model, self._base, self._beat = model, base, beat
         self.stamp = stamp or self._hash()
         self.repeatable = not any(hasattr(p, "full_tensor") for p in model.parameters())
         self._renamed = not own_names and _needs_conversion(model)
@@ -82,6 +87,7 @@ class ModelWeights(WeightSource):
                 yield from as_saved(self._model, {name: full}).items()
             else:
                 yield name, full
+            self._beat()
 
     def _hash(self) -> str:
         """Hash a few values of every parameter (of this rank's shard of it): every optimizer step changes them."""

@@ -50,7 +50,7 @@ from agentrl.training.interrupt import Interrupts
 from agentrl.training.run import run_with_restarts
 from agentrl.training.setup import Start, set_up
 from agentrl.weights.group import agree_with_servers
-from agentrl.weights.request import WeightRequest, WeightResult
+from agentrl.weights.request import ServerGpus, WeightRequest, WeightResult
 from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports import shared_memory
 
@@ -467,6 +467,25 @@ def test_servers_are_sent_to_from_their_own_machine() -> None:
     assert found.messages == ("http://a:1", "http://c:1", "http://b:1", "http://b:bad")
     assert publisher.sleep(urls[:2]) == {"http://b:1": "no"}
     assert group.calls[2:] == [("sleep", {"http://b:1": 2})]
+
+
+@pytest.mark.parametrize("transport", ["auto", "from_tensor"])
+def test_a_server_that_shares_a_gpu_is_sent_to_from_it(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the worker there, for its updates and its sleep; one that was restarted at another address too. Each server of
+    several GPUs by the worker on its first."""
+    monkeypatch.setattr("agentrl.distributed.remote.own_id", lambda: "a")
+    group = Machines("aabb")
+    for worker, gpu in zip(group.workers, "0101", strict=True):
+        worker.gpus = (gpu,)
+    publisher = RemotePublisher(group, [group])  # type: ignore[arg-type, list-item]
+    publisher.open(None, transport)
+    urls = ("http://a:0", "http://a:1", "http://b:1")
+    gpus = {urls[0]: ServerGpus("", ("0",)), urls[1]: ServerGpus("", ("1",)), urls[2]: ServerGpus("b", ("1", "2"))}
+    publisher.publish(WeightRequest(urls, 1, gpus=gpus))
+    publisher.sleep(urls)
+    publisher.publish(WeightRequest(("http://a:9",), 2, gpus={"http://a:9": ServerGpus("", ("1",))}))
+    shared = {urls[1]: 1, urls[2]: 3}
+    assert group.calls[1:] == [("publish", shared), ("sleep", shared), ("publish", {"http://a:9": 1})]
 
 
 @pytest.mark.parametrize(("nodes", "transport"), [("aaaa", "auto"), ("aabb", "from_disk")])

@@ -15,7 +15,7 @@ from sglang_weights_help import FaultyServer
 from warm import started
 
 from agentrl.models.lora import adapter_state, plain_tensors
-from agentrl.weights import WeightContent, WeightRequest, WeightResult
+from agentrl.weights import ModelWeights, WeightContent, WeightRequest, WeightResult
 
 DEAD = "http://127.0.0.1:1"
 
@@ -44,6 +44,12 @@ class Workers:
         for process, _ in self.ranks:
             process.join(60)
         assert [process.exitcode for process, _ in self.ranks] == [0, 0]
+
+
+def test_each_tensor_that_is_read_is_a_sign_of_life() -> None:
+    beats: list[int] = []
+    names = [name for name, _ in ModelWeights(tiny(adapted=False), beat=lambda: beats.append(1))]
+    assert len(beats) == len(names) > 1
 
 
 @pytest.fixture(scope="module")

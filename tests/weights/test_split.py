@@ -16,6 +16,7 @@ from sglang_weights_help import BUCKET, TENSORS, FaultyServer, Weights, channel_
 
 from agentrl.containment.threads import in_thread
 from agentrl.weights import SglangServer, WeightUpdateError, open_channel
+from agentrl.weights.channel import gloo_seconds
 from agentrl.weights.group import Group
 from agentrl.weights.source import NamedTensor, Rounded, WeightSource
 from agentrl.weights.transports import nccl
@@ -109,6 +110,54 @@ async def test_the_way_is_chosen_for_each_server(session: Any, tmp_path: Path, m
         "weights: from_tensor (servers share this machine's memory)",
         f"weights: {far}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("told", "wanted"),
+    [
+        ("2.30.7", "from_distributed over NCCL 2.30.7"),
+        ("2.29.7", "from_distributed over gloo, estimated 33 s an update: their NCCL is not known to be 2.30.7"),
+        (None, "from_distributed over gloo, estimated 33 s an update: their NCCL is not known to be 2.30.7"),
+    ],
+)
+async def test_nccl_serves_by_itself_where_its_version_is_one(
+    told: str | None, wanted: str, session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model of 8.2 billion parameters to eight ranks: log2(9), rounded up, copies of 16.4 GB at 2 GB/s."""
+    said: list[str] = []
+    monkeypatch.setattr("agentrl.weights.channel.own_nccl", lambda: "2.30.7")
+    monkeypatch.setattr("agentrl.weights.channel.same_host", lambda url: False)
+    facts = SglangServer.facts
+
+    async def on_gpus(self: SglangServer) -> Any:
+        return replace(await facts(self), device="cuda", dtype="bfloat16", ranks=8)
+
+    monkeypatch.setattr(SglangServer, "facts", on_gpus)
+    async with FaultyServer() as apart:
+        channel = await open_channel(
+            [apart.url], session, folder=tmp_path, say=said.append, nccl=told, parameters=8_200_000_000
+        )
+    assert isinstance(channel.transport, GroupTransport)
+    assert channel.transport._nccl is (told == "2.30.7")
+    assert said[0].startswith(f"weights: {wanted}")
+    assert gloo_seconds(145 * 10**9, 24) == pytest.approx(363, abs=1)  # of 72 billion to three servers of eight ranks
+
+
+def test_tensors_of_a_broadcast_lie_at_multiples_of_their_numbers() -> None:
+    """As SGLang takes them apart: in the order of their names, without gaps."""
+    sent: list[torch.Tensor] = []
+    group: Any = SimpleNamespace(servers=[SimpleNamespace(joins_by_id=False)], broadcast=sent.append)
+    batch = [("a", torch.ones(3, dtype=torch.bfloat16)), ("b", torch.arange(2.0)), ("c", torch.ones(1, 3).byte())]
+    ordered = nccl._aligned(batch)
+    assert [name for name, _ in ordered] == ["b", "a", "c"]
+    nccl._broadcast(group, ordered)
+    (flat,) = sent
+    start = 0
+    for _, tensor in ordered:
+        assert start % tensor.element_size() == 0
+        piece = flat[start : (start := start + tensor.nbytes)]
+        assert torch.equal(piece.view(tensor.dtype).reshape(tensor.shape), tensor)
+    assert start == len(flat)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from agentrl.engine.servers.admission import Admission
 from agentrl.engine.servers.client import Client, LateError, LostAdapterError, ServerError, Sessions
 from agentrl.engine.servers.identity import ServerFacts
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.servers.launch import LaunchPlan, plain_flags
+from agentrl.engine.servers.launch import LaunchPlan, nccl_installed, plain_flags, venv_of
 from agentrl.engine.servers.pool import Member, Pool
 from agentrl.engine.servers.remote import RemoteNodes, RemoteServer
 from agentrl.engine.servers.server import LaunchedServer, Server
@@ -126,6 +126,14 @@ class Fleet:
             member = Member(Client(server.url, self._sessions))
             self._servers[member] = server
             self.pool.members.append(member)
+            self._know(server)
+        if (venv := venv_of(plan.command)) is not None:
+            self.sync.nccl = nccl_installed(venv)
+
+    def _know(self, server: LaunchedServer) -> None:
+        """Say where the server at this address is: who shares its GPU sends to it."""
+        if server.gpus is not None:
+            self.sync.gpus[server.url] = server.gpus
 
     def _launched_where(self) -> str:
         if self._remote is not None:
@@ -346,6 +354,7 @@ class Fleet:
         await server.stop()
         await server.start(self._settings.start_timeout, self._phase_of(self._launched.index(server)))
         member.client = Client(server.url, self._sessions)
+        self._know(server)
 
 
 def _free(folder: Path, name: str) -> Path:

@@ -177,6 +177,12 @@ def nccl_version(venv: Path) -> tuple[int, ...]:
     return tuple(map(int, words)) if all(word.isdigit() for word in words) else ()
 
 
+def nccl_installed(venv: Path) -> str | None:
+    """The version of NCCL that pip installed into a virtual environment, as 2.30.7; None: it has none."""
+    found = sorted(venv.glob("lib/python*/site-packages/nvidia_nccl_cu*-*.dist-info"))
+    return found[-1].name.removesuffix(".dist-info").rpartition("-")[2] if found else None
+
+
 def plain_flags(flags: Mapping[str, Flag]) -> dict[str, Flag]:
     """Flags by their names as servers write them: `tp_size` and `--tp-size` are `tp-size`."""
     return {key.replace("_", "-").removeprefix("--"): value for key, value in flags.items()}

@@ -23,6 +23,7 @@ from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server
 from agentrl.errors import UserError
 from agentrl.models.download import DOWNLOADING
+from agentrl.weights.request import ServerGpus
 
 REASON_SECONDS = 5.0
 """Time for another machine to say why a server ended, or to move its log."""
@@ -40,17 +41,18 @@ class ServerHost:
         here = replace(
             plan, listen=ray.util.get_node_ip_address(), devices=[range(len(gpus))] * (index + 1), cpu=not gpus
         )
+        self._gpus = ServerGpus(ray.get_runtime_context().get_node_id(), tuple(map(str, gpus)))
         self._sessions = Sessions(here.key)
         self._server = Server(here, index, Path(log), self._sessions)
         self._doing = ""
 
-    async def start(self, timeout: float) -> tuple[str, str]:
-        """Start the server; return its URL, and why it did not start (empty: it serves)."""
+    async def start(self, timeout: float) -> tuple[str, str, ServerGpus]:
+        """Start the server; return its URL, why it did not start (empty: it serves), and its GPUs."""
         try:
             await self._server.start(timeout, self._do)
         except UserError as error:
-            return "", str(error)
-        return self._server.url, ""
+            return "", str(error), self._gpus
+        return self._server.url, "", self._gpus
 
     def _do(self, line: str) -> None:
         self._doing = line
@@ -122,6 +124,7 @@ class RemoteServer(LaunchedServer):
         self._actor: Any = None
         self._ended: Any = None  # Ray's reference to the reason why it ended
         self.log, self.url = log, ""
+        self.gpus: ServerGpus | None = None
 
     @property
     def running(self) -> bool:
@@ -145,7 +148,7 @@ class RemoteServer(LaunchedServer):
                     )
                 phase(doing := await self._doing(waited))
                 begun = time.monotonic() if doing.startswith(DOWNLOADING) else begun
-            self.url, why = starting.result()
+            self.url, why, gpus = starting.result()
         except UserError:
             self.kill()
             raise
@@ -154,6 +157,7 @@ class RemoteServer(LaunchedServer):
         if why:
             self.kill()
             raise UserError(f"{why}, on another machine")
+        self.gpus = gpus if gpus.names else None
         self._ended = self._actor.ended.remote()
 
     async def _doing(self, waited: float) -> str:

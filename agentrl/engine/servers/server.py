@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
+from agentrl.cluster.placement import names_of
 from agentrl.containment.process_tree import END_SECONDS, ProcessTree
 from agentrl.containment.threads import in_thread
 from agentrl.engine.servers.client import Client, ServerError, Sessions
@@ -17,6 +18,7 @@ from agentrl.errors import UserError
 from agentrl.models.download import download
 from agentrl.recipe.secrets import masked_words
 from agentrl.weights.addresses import ANY, LOOPBACK, url_of
+from agentrl.weights.request import ServerGpus
 
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 25.0
@@ -40,6 +42,10 @@ class LaunchedServer(Protocol):
     @property
     def running(self) -> bool:
         """Whether its process runs."""
+
+    @property
+    def gpus(self) -> ServerGpus | None:
+        """Its GPUs; None: it has none, or they are not known."""
 
     async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
         """Launch it and wait until it serves; see `Server.start`."""
@@ -71,6 +77,12 @@ class Server(LaunchedServer):
         self._file: IO[bytes] | None = None
         self._log_start = 0
         self.url = ""
+
+    @property
+    def gpus(self) -> ServerGpus | None:
+        """See `LaunchedServer`."""
+        devices = self._plan.devices[self._index] if self._index < len(self._plan.devices) else ()
+        return ServerGpus("", tuple(names_of(devices))) if devices else None
 
     @property
     def running(self) -> bool:

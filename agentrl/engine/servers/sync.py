@@ -15,7 +15,7 @@ from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
 from agentrl.models.load import embeddings
 from agentrl.weights.publisher import Sender
-from agentrl.weights.request import WeightContent, WeightPublisher, WeightRequest, WeightResult
+from agentrl.weights.request import ServerGpus, WeightContent, WeightPublisher, WeightRequest, WeightResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +46,10 @@ class Sync:
         self._adapters: dict[str, tuple[str, int]] = {}
         self._baseless: set[str] = set()
         self.adapted = False
+        self.nccl: str | None = None
+        """Version of NCCL in launched servers; None: not known."""
+        self.gpus: dict[str, ServerGpus] = {}
+        """URL -> GPUs of launched servers."""
 
     @property
     def ready(self) -> bool:
@@ -59,7 +63,7 @@ class Sync:
     async def use(self, publisher: WeightPublisher | None) -> None:
         """Have it send from now on; None changes nothing."""
         if publisher is not None and publisher is not self._publisher:
-            await in_thread(publisher.open, None, self._transport, self._sessions.key, self._kind)
+            await in_thread(publisher.open, None, self._transport, self._sessions.key, self._kind, self.nccl)
             self._publisher = publisher
 
     def adapt(self, foreign: Sequence[str]) -> None:
@@ -132,8 +136,10 @@ class Sync:
     async def _publish(self, request: WeightRequest) -> dict[str, str]:
         result: WeightResult
         if self._publisher is not None:
-            result = await in_thread(self._publisher.publish, request)
+            known = {url: self.gpus[url] for url in request.urls if url in self.gpus}
+            result = await in_thread(self._publisher.publish, replace(request, gpus=known))
         else:
+            self._sender.nccl = self.nccl
             result = await self._sender.send(request)
         for line in result.messages:
             self._say(line)

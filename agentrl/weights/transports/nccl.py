@@ -1,6 +1,6 @@
 """Weights through a process group of the trainer and the servers, across machines: nccl between GPUs, gloo otherwise.
 
-Tensor by tensor: a server holds one bucket besides its model, the trainer one whole tensor besides its shards. A member
+A bucket of tensors in one broadcast, of vLLM tensor by tensor: a server holds one bucket besides its model. A member
 that fails breaks the group for all; then those that did not fail get the weights again in a new one.
 """
 
@@ -95,6 +95,8 @@ class GroupTransport:
                 refused.set()
                 raise
 
+        if not any(server.joins_by_id for server in group.servers):
+            batch = _aligned(batch)
         before = len(failures)
         loading = asyncio.create_task(each(group.servers, load, failures))
         sending = asyncio.create_task(in_thread(_broadcast, group, batch))
@@ -123,9 +125,18 @@ class GroupTransport:
         return False
 
 
+def _aligned(batch: Sequence[NamedTensor]) -> list[NamedTensor]:
+    """A bucket in an order in which each tensor starts, without gaps, at a multiple of the size of its numbers."""
+    return sorted(batch, key=lambda item: -item[1].element_size())
+
+
 def _broadcast(group: Group, batch: Sequence[NamedTensor]) -> None:
-    for _, tensor in batch:
+    """Send a bucket: to SGLang as one tensor of bytes (its `flattened_bucket`), to vLLM tensor by tensor."""
+    tensors = [tensor.contiguous() for _, tensor in batch]
+    if not any(server.joins_by_id for server in group.servers):
+        tensors = [torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])]
+    for tensor in tensors:
         with torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext():
-            group.broadcast(tensor.contiguous())
+            group.broadcast(tensor)
     if batch[-1][1].is_cuda:
         torch.cuda.synchronize(batch[-1][1].device)  # one bucket in flight at most

@@ -15,12 +15,12 @@ from agentrl.compute.packing import Packed, Segment, indices
 from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.machine import fastest
 from agentrl.doctor.subject import Subject, first_layers
+from agentrl.doctor.trainer import logprobs_of
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.models.load import embeddings, load_model
 from agentrl.models.lora import adapter_parameters, add_adapter, switched_off
 from agentrl.models.prove import MISFITS, difference
-from agentrl.models.vision import Vision
 from agentrl.recipe.sections.model import LoraSection
 
 if TYPE_CHECKING:
@@ -188,20 +188,3 @@ def lora(subject: Subject) -> str:
         raise CheckError(f"with its adapter switched off, the model is not the base: they differ by {wrong}")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return f"{trained:,} trained parameters; engine and trainer agree; {len(turn.ids) / seconds:,.0f} tokens/s"
-
-
-def logprobs_of(model: "PreTrainedModel", prompt: list[int], ids: list[int]) -> Tensor:
-    """What the model gives `ids` after `prompt`, by its own forward: float32 [len(ids)] on the CPU."""
-    return distributions(model, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
-
-
-@torch.no_grad()
-def distributions(model: "PreTrainedModel", prompt: list[int], ids: list[int]) -> Tensor:
-    """The log-probs of all tokens at each of `ids` after `prompt`: float32 [len(ids), V] on the CPU. prompt:
-    keyed (`agentrl.images.keyed`) where it holds images."""
-    if Vision.of(model):
-        logits = Vision(model).logits(np.array([*prompt, *ids]))
-    else:
-        row = torch.tensor([[*prompt, *ids]], device=embeddings(model).device)
-        logits = model(input_ids=row, use_cache=False).logits[0]
-    return logits[len(prompt) - 1 : -1].float().log_softmax(-1).cpu()

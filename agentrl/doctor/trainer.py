@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from agentrl.compute.batch import Batch
-from agentrl.doctor.check import CheckError
-from agentrl.doctor.computing import distributions, logprobs_of
+from agentrl.errors import PlainError
 from agentrl.learner.roles import RoleHost
+from agentrl.models.load import embeddings
 from agentrl.models.lora import adapter_parameters
+from agentrl.models.vision import Vision
 from agentrl.weights.source import ModelWeights, WeightSource
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class WorkersTrainer:
 
     @contextmanager
     def changed(self, prompt: list[int], ids: list[int]) -> Iterator[None]:
-        """Make updates that teach against the turn, at growing rates. Raises CheckError: none changes it."""
+        """Make updates that teach against the turn, at growing rates. Raises PlainError: none changes it."""
         before, rate, off = self.logprobs(prompt, ids), FIRST_RATE, 0.0
         for _ in range(RATES):
             self._roles.actor.update(turn_batch(prompt, ids), rate)
@@ -110,7 +111,7 @@ class WorkersTrainer:
                 yield
                 return
             rate *= RATE_FACTOR
-        raise CheckError(f"updates at rates up to {rate / RATE_FACTOR:.2g} change log-probs by {off:.2g} nats only")
+        raise PlainError(f"updates at rates up to {rate / RATE_FACTOR:.2g} change log-probs by {off:.2g} nats only")
 
 
 def turn_batch(prompt: Sequence[int], ids: Sequence[int]) -> Batch:
@@ -129,3 +130,20 @@ def turn_batch(prompt: Sequence[int], ids: Sequence[int]) -> Batch:
         columns,
         {"prompt_length": np.array([len(prompt)], np.int32), "group": np.zeros(1, int)},
     )
+
+
+def logprobs_of(model: "PreTrainedModel", prompt: list[int], ids: list[int]) -> Tensor:
+    """What the model gives `ids` after `prompt`, by its own forward: float32 [len(ids)] on the CPU."""
+    return distributions(model, prompt, ids).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+@torch.no_grad()
+def distributions(model: "PreTrainedModel", prompt: list[int], ids: list[int]) -> Tensor:
+    """The log-probs of all tokens at each of `ids` after `prompt`: float32 [len(ids), V] on the CPU. prompt:
+    keyed (`agentrl.images.keyed`) where it holds images."""
+    if Vision.of(model):
+        logits = Vision(model).logits(np.array([*prompt, *ids]))
+    else:
+        row = torch.tensor([[*prompt, *ids]], device=embeddings(model).device)
+        logits = model(input_ids=row, use_cache=False).logits[0]
+    return logits[len(prompt) - 1 : -1].float().log_softmax(-1).cpu()

@@ -21,6 +21,8 @@ SCANS = "scans"
 """Folder of what scanners found in the files of TRAJECTORIES."""
 EVALUATION, EVALUATIONS = "evaluation.json", "evals"
 """The figures of an evaluation that is over, in its folder; the folder of a run's evaluations."""
+LOG, LOGS = "run.log", "logs"
+"""What the run said, with the time of each line; the folder of what its workers and servers said."""
 ERRORS = "error.log"
 """Traceback of the error that ended the run, which is printed in one line."""
 FORMAT = 2

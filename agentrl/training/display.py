@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from time import monotonic
+from pathlib import Path
+from time import monotonic, strftime
 from types import MappingProxyType, TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -20,6 +21,7 @@ from agentrl.secrets import masked_text
 from agentrl.terminal import terminal
 
 SPARKS = "▁▂▃▄▅▆▇█"
+_UNLOGGED = 1000  # lines that wait for a log
 WIDTH = 48  # maximum width of a curve, in characters
 
 
@@ -101,6 +103,8 @@ class Display:
         """Metrics of the last step."""
         self._phase = ""
         self._closed: str | None = None
+        self._log: Path | None = None
+        self._unlogged: list[str] = []  # lines from before there was a log
         self._progress = Progress(
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=40),
@@ -120,6 +124,29 @@ class Display:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self.console.is_terminal:
             self._live.stop()
+
+    def keep(self, path: Path) -> None:
+        """Append every line from now on to a file, those from before first. A disk that refuses it ends that, and not
+        the run."""
+        self._log = path
+        lines, self._unlogged = self._unlogged, []
+        self._write("".join(lines))
+
+    def log(self, text: str) -> None:
+        """Write a line to the log alone."""
+        line = f"{strftime('%Y-%m-%d %H:%M:%S')}  {masked_text(text)}\n"
+        if self._log is not None:
+            self._write(line)
+        elif len(self._unlogged) < _UNLOGGED:
+            self._unlogged.append(line)
+
+    def _write(self, text: str) -> None:
+        if self._log is not None and text:
+            try:
+                with self._log.open("a", encoding="utf-8", errors="replace") as file:
+                    file.write(text)
+            except OSError:
+                self._log = None
 
     def _print(
         self,
@@ -147,6 +174,7 @@ class Display:
 
     def note(self, text: str) -> None:
         """Print a line, which stays above the live display."""
+        self.log(text)
         self._print(masked_text(text), highlight=False, markup=False, soft_wrap=True)
 
     def detail(self, text: str) -> None:
@@ -172,6 +200,7 @@ class Display:
         self.latest = dict(metrics)
         self.values.append(metrics[self.followed[1]])
         self._progress.update(self._bar, completed=step)
+        self.log(self._line(step, metrics))
         if not self.console.is_terminal and (step % self.every == 0 or step in (1, self.steps)):
             self._print(self._line(step, metrics), highlight=False, soft_wrap=True)
 
@@ -235,6 +264,9 @@ class Display:
     ) -> None:
         """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run.
         untaught: accuracy before the recipe's `start`, by split; the accuracy before is then that after it."""
+        for split, before, after in rows:
+            self.log(f"{split}: held-out accuracy {'' if before is None else f'{before} before, '}{after} after")
+        self.log(f"{clock(seconds)} in total")
         caption = "in brackets: 95 % confidence intervals over tasks"
         table = Table(title=escape(self.title), title_justify="left", caption=caption, caption_justify="left")
         for column in ("held-out split", "before", *(["after the start"] if untaught else []), "after"):

@@ -295,7 +295,11 @@ def _run(start: Start, make: Callable[[Start], Loop]) -> TrainResult:
         program = (sys.executable, "-m", "agentrl.checkpoint.checkpoints")
         start.interrupts.last_words = (*program, str(loop.folder.checkpoints), resume)
         start.interrupts.rescue = lambda line: _after_error(loop, UserError(line))
-        interrupted = _run_loop(loop)
+        try:
+            interrupted = _run_loop(loop)
+        except UserError as error:
+            start.display.log(f"error: {error}")
+            raise
     return _finish(loop, interrupted, monotonic() - started, start.mirror)
 
 

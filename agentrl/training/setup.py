@@ -13,7 +13,7 @@ from agentrl.chat.base import Seeing
 from agentrl.checkpoint.checkpoints import ADAPTER, Checkpoints, Saved
 from agentrl.checkpoint.code import record_code
 from agentrl.checkpoint.mirror import Mirror
-from agentrl.checkpoint.run_folder import RECIPE, FolderLock, RunFolder
+from agentrl.checkpoint.run_folder import LOG, LOGS, RECIPE, FolderLock, RunFolder
 from agentrl.data.prompts import PromptLengths
 from agentrl.data.sampler import TaskSampler
 from agentrl.errors import UserError, describe
@@ -201,6 +201,7 @@ def assemble(
         restore(loop, start.saved, tasks)
     elif start.resumed is not None:
         folder.rewind(-1)
+    start.display.keep(folder.path / LOG)
     start.display.note(f"run folder: {folder.path}")
     return loop
 
@@ -303,7 +304,7 @@ def make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
     if recipe.cluster.used:
         from agentrl.distributed.remote import RayRoles
 
-        logs, placement = start.open_folder().path / "logs", start.checked.placement
+        logs, placement = start.open_folder().path / LOGS, start.checked.placement
         role_host = RayRoles(recipe, initial, logs, display.note, display.phase, placement)
     else:
         role_host = LocalRoles(recipe, player.model)

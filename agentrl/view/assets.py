@@ -10,7 +10,7 @@ Watched = Mapping[str, Sequence[str]]
 
 MODULES = (
     "dom.js", "data.js", "chart.js", "curves.js", "runs.js", "overview.js", "query.js", "samples.js", "notes.js",
-    "copies.js", "sample.js", "side.js", "time.js", "errors.js", "app.js",
+    "copies.js", "sample.js", "side.js", "time.js", "errors.js", "log.js", "app.js",
 )  # fmt: skip
 """The page's modules, each after those that it imports."""
 

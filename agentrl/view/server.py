@@ -221,6 +221,10 @@ _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "runs": lambda shown, query: shown.catalog.listing(),
     "state": _states,
     "metrics": lambda shown, query: _run(shown, query).metrics(_whole(query, "start"), query.get("of", "")),
+    "logs": lambda shown, query: _run(shown, query).logs(),
+    "log": lambda shown, query: _run(shown, query).log(
+        query.get("name", ""), _whole(query, "start"), query.get("of", "")
+    ),
     "index": lambda shown, query: _run(shown, query).index(_names(query)),
     "previews": lambda shown, query: _run(shown, query).previews(query.get("file", "")),
     "sample": lambda shown, query: _run(shown, query).sample(query.get("file", ""), _whole(query, "row")),

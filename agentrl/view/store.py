@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from agentrl.checkpoint.run_folder import CHECKPOINTS, LOCK, METRICS, RECIPE, TRAJECTORIES, scan_path
+from agentrl.checkpoint.run_folder import CHECKPOINTS, ERRORS, LOCK, LOG, LOGS, METRICS, RECIPE, TRAJECTORIES, scan_path
 from agentrl.errors import UserError
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import shown
@@ -33,6 +33,8 @@ _SHORT = (
 _RECIPES = re.compile(r"recipe(?:\.resumed_(\d+))?\.yaml")
 _CHECKPOINT = re.compile(r"step_(\d+)")
 _MOST_LINES = 16 << 20  # bytes of metrics that one answer holds
+_MOST_LOG = 512 << 10  # bytes of a log that one answer holds
+_MOST_LOGS = 200
 _FIELD = 80  # characters of a value of a task's data by which one can filter
 _PARTS = 64  # reward parts by which one can filter
 _PREVIEW = 200  # characters of a prompt in the table
@@ -136,6 +138,39 @@ class RunStore:
         rows, damaged = _rows(whole)
         found = {"of": here, "start": start, "next": start + len(whole), "rows": rows, "damaged": damaged}
         return {**found, "more": more and bool(whole)}
+
+    # --- logs ----------------------------------------------------------------------------------------------------
+
+    def logs(self) -> list[Json]:
+        """What was written of what the run, its workers and its servers said: names and sizes, the run's own first."""
+        return [{"name": name, "size": _size(path)} for name, path in self._logs().items()]
+
+    def log(self, name: str, start: int = 0, of: str = "") -> Json:
+        """The text of a log from byte `start` on; from its beginning if it is not the file `of`, or its last part where
+        that is long. `next` and `of` are what the next call is given. Raises UserError: there is none, or no longer."""
+        path = self._logs().get(name)
+        if path is None:
+            raise UserError(f"{name[:100]}: no such log")
+        try:
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                here = f"{stat.st_dev}-{stat.st_ino}"
+                if of != here or start > stat.st_size:
+                    start = 0
+                first = max(start, stat.st_size - _MOST_LOG)
+                file.seek(first)
+                data = file.read(_MOST_LOG)
+        except OSError as error:
+            raise UserError(f"{name}: cannot be read: {error.strerror}") from error
+        found = {"of": here, "start": start, "left_out": first - start, "next": first + len(data)}
+        return {**found, "text": data.decode("utf-8", "replace")}
+
+    def _logs(self) -> dict[str, Path]:
+        places = [self.folder / LOG, self.folder / ERRORS, *_entries(self.folder), *_entries(self.folder / LOGS)]
+        found = {path.relative_to(self.folder).as_posix(): path for path in places if path.suffix == ".log"}
+        found["of the sweep"] = self.folder.with_name(f"{self.folder.name}.log")  # what a trial's processes said
+        there = [(name, path) for name, path in found.items() if path.is_file()]
+        return dict(there[:_MOST_LOGS])
 
     # --- samples -------------------------------------------------------------------------------------------------
 
@@ -296,6 +331,13 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except OSError:
         return []
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def version_of(path: Path) -> str:

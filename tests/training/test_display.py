@@ -2,6 +2,7 @@
 
 import io
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,3 +70,16 @@ def test_a_run_begins_with_what_it_does(verbose: bool, tmp_path: Any, monkeypatc
     assert f"run folder: {tmp_path / 'run'}" in lines
     assert any(line.startswith("chat: ") for line in lines) == verbose
     assert any(line.startswith("training forward: ") for line in lines) == verbose
+
+
+def test_what_is_said_is_kept_in_a_log(tmp_path: Path) -> None:
+    display = Display(2, "run", Console(file=io.StringIO(), force_terminal=True))
+    display.note("before there is a folder")
+    display.keep(tmp_path / "run.log")
+    display.step(1, {"reward/mean": 0.5, "rollout/tokens_per_s": 10.0, "time/step_s": 1.0})
+    display.log("\ud800 an error")
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    assert [line[21:32] for line in lines] == ["before ther", "step    1/2", "? an error"]
+    display.keep(tmp_path / "gone" / "run.log")
+    display.note("a disk that refuses it ends no run")
+    assert not (tmp_path / "gone").exists()

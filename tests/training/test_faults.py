@@ -323,6 +323,7 @@ def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_wh
     place = f" ({Path(__file__).name}:{line_of('# the trap', Path(__file__))})"
     assert f"{words}{place}; the traceback is in {folder}/error.log; {saved}" in said
     assert "the trap" in (folder / "error.log").read_text()
+    assert f"error: {whose}" in (folder / "run.log").read_text()
     kept = [path.name for path in (folder / "checkpoints").glob("step_*")]
     if saved.endswith(NEVER):
         assert said.endswith(NEVER)

@@ -457,6 +457,12 @@ def test_a_folder_of_runs_is_a_list_that_leads_to_them(browser: Browser, tmp_pat
     )
     browser.until("document.querySelector('.slot svg')")
     assert browser.evaluate("app.names") == ["two", "one", "broken"]
+    (tmp_path / "one" / "run.log").write_text(f"first line\n{HOSTILE}\n".encode("utf-8", "replace").decode())
+    go(browser, "#log?run=1", "document.querySelector('.log').textContent.includes('first line')")
+    with (tmp_path / "one" / "run.log").open("a") as file:
+        file.write("another line\n")
+    browser.until("document.querySelector('.log').textContent.includes('another line')")
+    assert browser.evaluate("globalThis.owned") is None
     browser.key("1")
     browser.until("document.querySelector('.runs .room a')")
     browser.evaluate("[...document.querySelectorAll('.runs a')].find((a) => a.textContent === 'one').click()")

@@ -211,3 +211,29 @@ def test_what_is_in_flight_is_shown_too(tmp_path: Path) -> None:
     (file,) = store.state()["files"]
     assert (file["name"], file["step"]) == ("in_flight.jsonl", -1)
     assert store.index(["in_flight.jsonl"])["in_flight.jsonl"]["task"] == ["a", "b"]
+
+
+def test_logs_go_on_where_they_ended_and_are_told_by_name_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (tmp_path / "run.log").write_text("of the sweep")
+    (folder / "run.log").write_bytes(b"first\n\xff<b>\n")
+    (folder / "logs" / "worker_0.log").touch()
+    (folder / "recipe.yaml").touch()
+    store = RunStore(folder, "run")
+    assert [one["name"] for one in store.logs()] == ["run.log", "logs/worker_0.log", "of the sweep"]
+    assert store.log("of the sweep")["text"] == "of the sweep"
+    first = store.log("run.log")
+    assert (first["text"], first["left_out"]) == ("first\n\ufffd<b>\n", 0)
+    with (folder / "run.log").open("a") as file:
+        file.write("second\n")
+    again = store.log("run.log", first["next"], first["of"])
+    assert (again["start"], again["text"]) == (first["next"], "second\n")
+    (folder / "run.log").write_text("x" * (1 << 20))
+    (folder / "run.log").rename(folder / "old")
+    (folder / "run.log").write_text("y" * (1 << 20))
+    long = store.log("run.log", again["next"], again["of"])
+    assert (long["start"], len(long["text"]), long["left_out"]) == (0, 512 << 10, 512 << 10)
+    for name in ("recipe.yaml", "../run/recipe.yaml", "/etc/passwd", "logs", ""):
+        with pytest.raises(UserError, match="no such log"):
+            store.log(name)

@@ -10,14 +10,15 @@ import { sampleView } from "./sample.js";
 import { sideView } from "./side.js";
 import { timeView } from "./time.js";
 import { errorsView } from "./errors.js";
+import { logView } from "./log.js";
 
-const VIEWS = { runs: runsView, overview: overviewView, curves: curvesView, samples: samplesView, errors: errorsView, time: timeView, sample: sampleView, side: sideView };
-const TABS = [["runs", "Runs"], ["overview", "Overview"], ["curves", "Curves"], ["samples", "Conversations"], ["errors", "Errors"], ["time", "Time"]];
+const VIEWS = { runs: runsView, overview: overviewView, curves: curvesView, samples: samplesView, errors: errorsView, time: timeView, log: logView, sample: sampleView, side: sideView };
+const TABS = [["runs", "Runs"], ["overview", "Overview"], ["curves", "Curves"], ["samples", "Conversations"], ["errors", "Errors"], ["time", "Time"], ["log", "Log"]];
 const OF_SAMPLES = new Set(["samples", "errors", "time", "sample", "side"]); // views that read samples
 const EVERY = 2000; // milliseconds between two looks at what is new
 const FIRST = 8, AT_ONCE = 48; // files whose index is asked for together, at first and later
 const KEYS = [
-  ["1 to 6", "runs, overview, curves, conversations, errors, time"],
+  ["1 to 7", "runs, overview, curves, conversations, errors, time, log"],
   ["/", "filter or search"],
   ["j, k", "next, previous: row, conversation"],
   ["Enter", "open the row"],
@@ -156,7 +157,7 @@ class App {
     for (const tab of this.tabs.children) {
       const mine = tab.dataset.view === this.name || (tab.dataset.view === "samples" && ["sample", "side"].includes(this.name));
       tab.href = this.link(tab.dataset.view);
-      tab.hidden = tab.dataset.view === "runs" ? this.about.frozen : this.names.length === 0;
+      tab.hidden = ["runs", "log"].includes(tab.dataset.view) && this.about.frozen ? true : tab.dataset.view !== "runs" && this.names.length === 0;
       if (mine) {
         tab.setAttribute("aria-current", "page");
         tab.scrollIntoView({ block: "nearest", inline: "nearest" });

@@ -42,6 +42,8 @@ function server() {
     select: (given) => (names = given),
     state: (given) => (given.length ? get("state", { runs: given.join("\n") }) : []),
     metrics: (run, start, file) => of(run, "metrics", { start, of: file }),
+    logs: (run) => of(run, "logs", {}),
+    log: (run, name, start, file) => of(run, "log", { name, start, of: file }),
     index: (run, files) => of(run, "index", { files: files.join("\n") }),
     previews: (run, file) => of(run, "previews", { file }),
     sample: (run, file, row) => of(run, "sample", { file, row }),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from agentrl.plugins.decorator import tool
     from agentrl.plugins.environment import Environment, LazyTasks
     from agentrl.plugins.reward import GroupReward, Reward, Sample
+    from agentrl.plugins.span import span
     from agentrl.plugins.tool import Tool, ToolSource
     from agentrl.plugins.tracker import Tracker
     from agentrl.plugins.types import (
@@ -64,6 +65,7 @@ _HOMES = {
     "compare": "agentrl.eval.compare",
     "evaluate": "agentrl.eval.evaluate",
     "sft": "agentrl.fine_tuning.run",
+    "span": "agentrl.plugins.span",
     "tool": "agentrl.plugins.decorator",
     "train": "agentrl.fine_tuning.start",
 }
@@ -101,6 +103,7 @@ __all__ = [
     "compare",
     "evaluate",
     "sft",
+    "span",
     "tool",
     "train",
 ]

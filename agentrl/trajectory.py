@@ -127,10 +127,10 @@ class ToolUse:
 
 
 class Span(NamedTuple):
-    """A stretch of time in which a rollout waited for one part."""
+    """A stretch of time in which a rollout waited for one part, or that a plugin named."""
 
     part: str
-    """`engine`, `tools`, `environment` or `hooks`."""
+    """`engine`, `tools`, `environment` or `hooks`; or what a plugin named by `agentrl.span`."""
     start: float
     """Seconds since 1970, by a clock that does not jump while the process lives."""
     end: float

@@ -19,6 +19,7 @@ from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinis
 from agentrl.errors import EnvironmentLostError, UserError, WorkspaceError, contained, describe, nearest
 from agentrl.images import ImageSpan, all_stored, check_count, hashes, keyed, without_last_image
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.span import begin_sample
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import offered
 from agentrl.plugins.types import ArgumentError, Conversed, InfrastructureError, Json, Message, Reply, Task
@@ -125,6 +126,7 @@ class Driver:
 
     async def _drive(self, request: AsyncRolloutRequest, resumable: bool) -> Trajectory:
         """Drive a request; see `drive`. Raises CancelledError alone."""
+        begin_sample(request.named)
         started = time.monotonic()
         request.main.deadline = started + self.limits.timeout - request.seconds["total"]
         timer = DeadlineTimer(request.own)

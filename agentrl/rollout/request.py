@@ -15,6 +15,7 @@ from agentrl.constraint import Allowed
 from agentrl.containment.deadline import OwnedTask
 from agentrl.images import ImageSpan
 from agentrl.plugins.environment import Environment
+from agentrl.plugins.span import SINCE_1970
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Session, Task
 from agentrl.rollout.conversation import Conversation
@@ -22,7 +23,7 @@ from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, Span, T
 from agentrl.workspace.workspace import Workspace
 
 _UNWEIGHTED: Mapping[str, float] = {}
-_SINCE_1970 = time.time() - time.monotonic()  # seconds from the clock of deadlines to that of the world
+_MOST_SPANS = 1000  # of a request, beyond which those that plugins name are left out
 
 
 class RequestState(StrEnum):
@@ -229,7 +230,12 @@ class AsyncRolloutRequest:
         """Note that it waited for `part` since `started`, of time.monotonic()."""
         now = time.monotonic()
         self.seconds[part] += now - started
-        self.spans.append(Span(part, started + _SINCE_1970, now + _SINCE_1970))
+        self.spans.append(Span(part, started + SINCE_1970, now + SINCE_1970))
+
+    def named(self, name: str, start: float, end: float) -> None:
+        """Keep a span that a plugin named, in seconds since 1970."""
+        if len(self.spans) < _MOST_SPANS:
+            self.spans.append(Span(name, start, end))
 
     def begin_turn(self, conversation: Conversation) -> None:
         """Note that a turn of `conversation` begins, or goes on."""

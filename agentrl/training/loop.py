@@ -23,6 +23,7 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Finding, Health
 from agentrl.learner.roles import RoleHost
 from agentrl.plugins.mixture import environment_of
+from agentrl.plugins.span import kept_steps, span, take_step
 from agentrl.plugins.types import Json
 from agentrl.profiling.step import ROLLOUT, SYNC, TRAIN, StepProfiler
 from agentrl.recipe.schema import Recipe
@@ -104,6 +105,10 @@ class Loop:
 
         Other exceptions go to `run.py`, which uses `whole` and `save_after_error`.
         """
+        with kept_steps():
+            return self._run()
+
+    def _run(self) -> bool:
         self._sampler, self._updates = self.rollouts.state(), self.learner.updates
         self._kl_coef = self.learner.kl_coef
         self._saved = self.step if self.step else -1
@@ -131,7 +136,7 @@ class Loop:
     def _one_step(self) -> None:
         start, step = perf_counter(), self.step + 1
         self.display.phase("sampling")
-        with self.profiler.phase(ROLLOUT, step):
+        with span(ROLLOUT), self.profiler.phase(ROLLOUT, step):
             found = self.rollouts.next(step)
         groups, metrics = found.groups, found.metrics
         self.interrupts.check()
@@ -161,7 +166,7 @@ class Loop:
         STORE.copy(shown, self.folder.path / IMAGES)  # for workers, also where another run stored them
         self._updating = True
         try:
-            with self.profiler.phase(TRAIN, step):
+            with span("update"), self.profiler.phase(TRAIN, step):
                 metrics = dict(self.rollouts.learn(lambda: self.learner.learn(groups)))
         finally:
             self._updating = False
@@ -172,7 +177,7 @@ class Loop:
         """Publish, keep the trajectories and evaluate after the update; add to `metrics`. start: perf_counter() as the
         step began."""
         step, trained = self.step, perf_counter()
-        with self.profiler.phase(SYNC, step):
+        with span(SYNC), self.profiler.phase(SYNC, step):
             self.rollouts.publish(step)
         metrics |= {"time/sync_s": perf_counter() - trained, **self.profiler.take(metrics["time/train_s"])}
         metrics["time/step_s"] = perf_counter() - start
@@ -212,7 +217,8 @@ class Loop:
         metrics: dict[str, float] = {}
         start = perf_counter()
         for split in splits:
-            result, groups = self.interrupts.run(partial(self.held_out.play, split, after=self.step))
+            with span(f"evaluation {split}"):
+                result, groups = self.interrupts.run(partial(self.held_out.play, split, after=self.step))
             found[split] = result.interval
             metrics |= {f"eval/{split}/{name}": value for name, value in _held_out(result, groups).items()}
             self.journal.evaluation(split, self.step, groups, self.held_out.solved)
@@ -261,6 +267,8 @@ class Loop:
         self._findings += found
         row = dict(metrics) | ({"health": [finding._asdict() for finding in self._findings]} if self._findings else {})
         self._findings = []
+        if spans := take_step():
+            row["time/spans"] = [[name, round(start, 6), round(end, 6)] for name, start, end in spans]
         try:
             bad = self.folder.append_metrics(row)
         except OSError:  # the checkpoint keeps the row, and a resumed run appends it
@@ -290,12 +298,16 @@ class Loop:
         if self.folder.gone:  # a new folder would hold a checkpoint without its recipe
             raise FileNotFoundError(errno.ENOENT, "deleted", str(self.folder.path))
         self.display.phase("saving")
+        with span("save"):
+            self._begin_save()
+        self._saved = self.step
+
+    def _begin_save(self) -> None:
         extra: dict[str, Json] = {"sampler": self._sampler, "before": self.before, "unwritten": self._unwritten}
         if self.recipe.algorithm.kl_target is not None:
             extra["kl_coef"] = self._kl_coef
         rated = None if self._accuracy is None else (self.held_out.choosing, self._accuracy)
         self.checkpoints.begin(self.step, self.role_host.save, extra, rated)
-        self._saved = self.step
 
     def save_and_wait(self) -> None:
         """Save the last whole step and wait until its checkpoint is complete. Raises NotSaved."""

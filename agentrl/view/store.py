@@ -208,8 +208,8 @@ class RunStore:
         return found
 
     def spans(self, name: str) -> Json:
-        """Of each sample of a file when it waited for what: [part, start, end], in seconds since the first one
-        began; None for those of which it is not known."""
+        """`rows`: of each sample of a file when it waited for what: [part, start, end], in seconds since `zero`, when
+        the first one began; None for those of which it is not known."""
         return _spans(self.path(name))
 
     def search(self, text: str, names: Iterable[str]) -> dict[str, list[int]]:
@@ -647,17 +647,18 @@ def preview(messages: Json) -> str:
     return ""
 
 
-def _spans(path: Path) -> list[Json | None]:
+def _spans(path: Path) -> Json:
     from agentrl.rollout.trajectory_file import read_table
 
     if path.suffix != ".parquet":
-        return []
+        return {"zero": 0.0, "rows": []}
     rows = read_table(path, ["spans"])["spans"].to_pylist()
     zero = min((span["start"] for spans in rows for span in spans or ()), default=0.0)
-    return [
+    told = [
         spans and [[s["part"], _number(s["start"] - zero, 4), _number(s["end"] - zero, 4)] for s in spans]
         for spans in rows
     ]
+    return {"zero": _number(zero, 6) or 0.0, "rows": told}
 
 
 def _sample(path: Path, row: int) -> Json:

@@ -39,6 +39,7 @@ TOPICS = {
             "Tool",
             "ToolSource",
             "Tracker",
+            "span",
             "tool",
         ),
     ),

@@ -18,6 +18,7 @@ from vision_help import file_of, picture
 from agentrl.cli.main import run
 from agentrl.eval.notes import Change, write_change
 from agentrl.learner.monitors import WATCHED
+from agentrl.trajectory import Span
 from agentrl.view.catalog import Catalog
 from agentrl.view.freeze import write_report
 from agentrl.view.server import Shown, serve
@@ -523,4 +524,31 @@ def test_the_samples_of_a_group_are_aligned_where_they_differ(browser: Browser, 
     assert len(set(tops)) == 1
     go(browser, "#side?run=0&file=step_2.parquet&row=0", "document.querySelectorAll('.column').length === 4")
     assert "All 4 say the same." in text(browser)
+    other.close()
+
+
+def test_the_time_line_of_a_step_has_its_parts_and_what_plugins_named(browser: Browser, tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    named = (Span("engine", 1e9 + 1, 1e9 + 3), Span("lookup <b>", 1e9 + 2, 1e9 + 3))
+    groups = [group(trajectory("t", spans=named))]
+    journal(folder).step(3, groups, learned(groups))
+    spans = [["rollout", 0, 3], ["update", 3, 7], ["evaluation test", 8, 10], ["mine", 4, 5]]
+    wrong = ["?", ["a", None, 1], [1, 2, 3]]
+    placed = [[name, 1e9 + start, 1e9 + end] for name, start, end in spans]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 3, "time/spans": [*placed, *wrong]}) + "\n")
+    other = Served(folder)
+    browser.errors.clear()
+    browser.open(other.address)
+    browser.until(READY)
+    go(browser, "#time?of=0%0Astep_3.parquet", "document.querySelectorAll('.lane i').length === 7")
+    lanes = browser.evaluate("[...document.querySelectorAll('.lane b')].map(one => one.innerText)")
+    assert lanes == ["rollout", "update", "evaluation test", "mine"]
+    bars = "[...document.querySelectorAll('.lane i')].map(one => [one.className, one.style.left, one.style.width])"
+    assert browser.evaluate(bars) == [
+        ["phase", "0%", "30%"], ["phase", "30%", "40%"], ["phase", "80%", "20%"], ["named", "40%", "10%"],
+        ["waiting", "10%", "20%"], ["engine", "10%", "20%"], ["named", "20%", "10%"],
+    ]  # fmt: skip
+    assert "lookup <b> 1 s" in text(browser)
+    assert browser.errors == []
     other.close()

@@ -138,7 +138,9 @@ def test_a_search_finds_what_was_said(store: RunStore, text: str, rows: list[int
 
 
 def test_spans_are_on_the_clock_of_the_file(store: RunStore) -> None:
-    found = store.spans("step_1.parquet")
+    told = store.spans("step_1.parquet")
+    assert told["zero"] == 1e9
+    found = told["rows"]
     assert len(found) == 8
     assert found[0] == [["engine", 0.0, 0.7], ["tools", 0.7, 0.9]]
     assert found[3] == [["engine", 3.0, 3.7], ["tools", 3.7, 3.9]]

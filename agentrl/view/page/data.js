@@ -88,7 +88,7 @@ function frozen(data) {
       const zero = known.reduce((least, [, spans]) => spans.reduce((low, span) => Math.min(low, span.start), least), Infinity);
       const found = [];
       for (const [row, spans] of known) found[row] = spans.map(({ part, start, end }) => [part, start - zero, end - zero]);
-      return found;
+      return { zero, rows: found };
     },
     search: async (run, text, files) => {
       const wanted = JSON.stringify(text).slice(1, -1).toLowerCase();

@@ -223,7 +223,8 @@ def _servers(recipe: Recipe, launched: Launched, here: int, taken: set[int]) -> 
         part = f"server {i}" + (f" of {ranks} ranks" if ranks > 1 else "")
         rows.append(Row("server", part, HERE, devices, share=launched.share if devices else None))
     if launched.elsewhere:
-        part = f"{launched.elsewhere} servers on other machines" + (f", of {ranks} ranks" if ranks > 1 else "")
+        where = "the workers' machines" if recipe.engine.sleep else "other machines"
+        part = f"{launched.elsewhere} servers on {where}" + (f", of {ranks} ranks" if ranks > 1 else "")
         places = launched.elsewhere * ranks
         rows.append(Row("server", part, None if on_gpus else 1, (), places, launched.share if on_gpus else None))
     return rows

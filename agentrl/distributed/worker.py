@@ -65,7 +65,7 @@ class TrainWorker(InstrumentedWorker):
         torch.manual_seed(self.recipe.train.seed)
         args = self.recipe.engine.args
         if self.recipe.engine.name == "sglang" and (
-            args.get("weights") == "from_distributed" or args.get("remote_nodes")
+            args.get("weights") == "from_distributed" or (args.get("remote_nodes") and not self.recipe.engine.sleep)
         ):
             agree_with_servers()
         self.connect(self.recipe.cluster.timeout)

@@ -167,6 +167,7 @@ class Player:
             dtype="bfloat16" if section.compute == "bfloat16" else section.dtype,
             overlap=recipe.rollout.overlap != "none" and not trained_elsewhere,
             routing_replay=recipe.algorithm.routing_replay,
+            shared=recipe.engine.sleep,
         )
         await engine.health()
         line = short_context(recipe, engine.max_context)

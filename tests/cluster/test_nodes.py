@@ -27,6 +27,7 @@ from agentrl.engine.servers.remote import RemoteNodes, RemoteServer
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.errors import UserError
 from agentrl.training.run import train
+from agentrl.weights.request import ServerGpus
 
 pytestmark = pytest.mark.ray
 START = [*COMMAND, "start", "--block", "--disable-usage-stats", "--include-log-monitor=false"]
@@ -218,6 +219,35 @@ async def test_a_server_on_another_machine_with_gpus(cluster: str, tmp_path: Pat
         nodes.close()
 
 
+async def test_servers_share_the_gpus_of_workers_on_every_machine(cluster: str, tmp_path: Path) -> None:
+    """Nothing is reserved for them: each has its GPUs by number, and is known by Ray's name of its machine."""
+    flags = {"tp-size": 2}
+    plan = SglangPlan((sys.executable, "-c", SERVES), "model", "float32", flags, 1, 1, 1, cpu=True, key="secret")
+    with node(tmp_path, f"--address={cluster}", "--num-cpus=2", "--num-gpus=4"), Session(address=cluster):
+        until(lambda: 4.0 in [node.total.get("GPU") for node in cluster_nodes()])
+        with pytest.raises(UserError, match=r"with GPUs, of which there are 1: set remote_nodes"):
+            RemoteNodes(cluster, servers=2, nodes=2, ranks=2, shared=True)
+        with pytest.raises(UserError, match=r"3 servers of 2 GPUs do not fit node .*, which has 4"):
+            RemoteNodes(cluster, servers=3, nodes=1, ranks=2, shared=True)
+        (there,) = [node.id for node in cluster_nodes() if node.total.get("GPU") == 4.0]
+        with ResourcePool(2, gpu=True, each=2):  # the workers'
+            nodes = RemoteNodes(cluster, servers=2, nodes=1, ranks=2, shared=True)
+            servers = [RemoteServer(nodes, plan, i, tmp_path / f"server_{i}.log") for i in range(2)]
+            await asyncio.gather(*(server.start(SECONDS, lambda line: None) for server in servers))
+            assert [server.gpus for server in servers] == [
+                ServerGpus(there, ("0", "1")), ServerGpus(there, ("2", "3"))
+            ]  # fmt: skip
+            for server, first in zip(servers, (0, 2), strict=True):
+                assert re.search(rf"--base-gpu-id {first}\b", server.log.read_text())
+            os.kill(served_by(servers[1].log), signal.SIGKILL)
+            until(lambda: not servers[1].running)
+            await servers[1].stop()
+            await servers[1].start(SECONDS, lambda line: None)
+            assert servers[1].gpus == ServerGpus(there, ("2", "3"))
+            await asyncio.gather(*(server.stop() for server in servers))
+            nodes.close()
+
+
 async def test_a_server_that_does_not_start_on_another_machine(cluster: str, tmp_path: Path) -> None:
     plan = SglangPlan(
         (sys.executable, "-c", "exit('Error: no room')"), "model", "float32", {}, 1, 1, 1, cpu=True, key="secret"
@@ -229,14 +259,27 @@ async def test_a_server_that_does_not_start_on_another_machine(cluster: str, tmp
         nodes.close()
 
 
+SHARED = [
+    "engine.args.remote_nodes=2", "engine.args.servers=2", "engine.sleep=true", "cluster.nodes=2", "cluster.workers=2",
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("sglang_venv")
-def test_a_run_trains_with_a_server_on_another_machine(cluster: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "where",
+    [
+        ["engine.args.remote_nodes=1", "cluster.workers=1"],
+        pytest.param(SHARED, marks=pytest.mark.long),
+    ],
+    ids=["one of them", "all, shared with workers"],
+)
+def test_a_run_trains_with_servers_on_machines(where: list[str], cluster: str, tmp_path: Path) -> None:
     import ray
 
     result = train(
         str(RECIPES / "gsm8k_tool.yaml"),
         overrides=[
-            "engine.name=sglang", "engine.args.remote_nodes=1", f"cluster.address={cluster}", "cluster.workers=1",
+            "engine.name=sglang", *where, f"cluster.address={cluster}",
             "train.steps=2", "rollout.tasks=4", "rollout.n=4", "train.lr=1e-3", "eval.every=0", "eval.splits=[]",
             "train.threads=1", f"output={tmp_path / 'run'}",
         ],

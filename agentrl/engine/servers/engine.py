@@ -65,7 +65,7 @@ class ServerEngine(Engine):
     cluster: address of a Ray cluster whose machines are to reach launched servers. devices: the GPUs of each launched
     server, neighbours, as this process counts them; empty: from the first on. dtype: of the weights on launched
     servers, which they compute in (None: that of `model`). routing_replay: whether to tell which experts the routers
-    of a mixture choose. The rest is described in `Settings`.
+    of a mixture choose. shared: whether servers share the workers' GPUs, and sleep while these compute. The rest is described in `Settings`.
     """
 
     streams: ClassVar[bool] = True
@@ -88,6 +88,7 @@ class ServerEngine(Engine):
         devices: Sequence[Sequence[int]] = (),
         dtype: str | None = None,
         routing_replay: bool = False,
+        shared: bool = False,
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
         remote_nodes: int = 0,
@@ -127,7 +128,7 @@ class ServerEngine(Engine):
         plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster, devices, dtype)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self.fleet = Fleet(
-            self.kind, model, tokenizer, settings, plan, needs, cluster, max_batch, say or quiet, phase or quiet
+            self.kind, model, tokenizer, settings, plan, needs, cluster, max_batch, say or quiet, phase or quiet, shared
         )
         self._calls: dict[str, Call] = {}
         self._background: set[asyncio.Task[None]] = set()
@@ -147,9 +148,10 @@ class ServerEngine(Engine):
         adapted = recipe.model.lora is not None
         if given.remote_nodes and recipe.cluster.address is None:
             unable = [NO_CLUSTER, *unable]
-        if given.remote_nodes and recipe.engine.sleep:
+        if given.remote_nodes and recipe.engine.sleep and given.remote_nodes != recipe.cluster.nodes:
             unable = [
-                "engine.sleep: servers on other machines (engine.args.remote_nodes) share no GPU: leave it out",
+                "engine.sleep: servers that share the workers' GPUs lie on their machines: engine.args.remote_nodes is "
+                f"{given.remote_nodes}, and cluster.nodes {recipe.cluster.nodes}",
                 *unable,
             ]
         refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu)

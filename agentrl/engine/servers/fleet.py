@@ -41,7 +41,8 @@ FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 1.0, 30.0
 class Fleet:
     """kind: what the servers speak. plan: how to launch servers; None where `settings.urls` names them.
     adapter: what the run's adapter needs of them. cluster: address of the Ray cluster that has other machines.
-    limit: requests in flight on one server. say, phase: called with lines that stay, and with what goes on."""
+    limit: requests in flight on one server. say, phase: called with lines that stay, and with what goes on. shared:
+    whether servers on the cluster's machines share GPUs with the run's workers."""
 
     def __init__(
         self,
@@ -55,7 +56,9 @@ class Fleet:
         limit: int,
         say: Callable[[str], None],
         phase: Callable[[str], None],
+        shared: bool = False,
     ) -> None:
+        self._shared = shared
         self._kind, self._program = kind, kind.plan.program
         self._settings, self._plan, self._say, self._phase = settings, plan, say, phase
         self._adapter = adapter
@@ -111,9 +114,9 @@ class Fleet:
         if nodes:
             assert self._cluster is not None  # `Settings.plan` has seen to it
             ranks = self._kind.launched(count, plain_flags(self._settings.flags)).ranks
-            self._remote = remote = RemoteNodes(self._cluster, count, nodes, ranks)
+            self._remote = remote = RemoteNodes(self._cluster, count, nodes, ranks, self._shared)
             servers, where = [RemoteServer(remote, plan, i, file) for i, file in enumerate(files)], f"{where} there"
-            title = f"{title} server(s) on {nodes} other machine(s)"
+            title = f"{title} server(s) on {nodes} {'' if self._shared else 'other '}machine(s)"
         else:
             servers, title = (
                 [Server(plan, i, file, self._sessions) for i, file in enumerate(files)],

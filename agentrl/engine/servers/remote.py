@@ -6,14 +6,15 @@ Ray ends the actors with the run, however that ends, and a server ends with its 
 import asyncio
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agentrl.cluster.errors import ClusterError
-from agentrl.cluster.pool import ResourcePool, cluster_nodes, own_id
+from agentrl.cluster.placement import names_of
+from agentrl.cluster.pool import ResourcePool, cluster_nodes, own_id, spread
 from agentrl.cluster.post_mortem import cause_of_death
 from agentrl.cluster.session import Session
 from agentrl.cluster.spawn import FORWARDED, SPAWN_SECONDS
@@ -30,18 +31,28 @@ REASON_SECONDS = 5.0
 
 
 class ServerHost:
-    """The actor of one server. plan: as the controller made it; address and GPUs are those that Ray gave the actor.
-    environment: variables of the controller that servers anywhere get. log: file for its output, on this machine."""
+    """The actor of one server. plan: as the controller made it. environment: variables of the controller that servers
+    anywhere get. log: file for its output, on this machine. shared: the GPUs that it shares with workers (None: those
+    that Ray gave the actor)."""
 
-    def __init__(self, plan: LaunchPlan, index: int, log: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        index: int,
+        log: str,
+        environment: dict[str, str],
+        shared: Sequence[int] | None = None,
+    ) -> None:
         import ray
 
         os.environ.update(environment)
-        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+        given = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
+        devices = range(len(given)) if shared is None else shared
         here = replace(
-            plan, listen=ray.util.get_node_ip_address(), devices=[range(len(gpus))] * (index + 1), cpu=not gpus
+            plan, listen=ray.util.get_node_ip_address(), devices=[devices] * (index + 1), cpu=not len(devices)
         )
-        self._gpus = ServerGpus(ray.get_runtime_context().get_node_id(), tuple(map(str, gpus)))
+        names = given if shared is None else names_of(shared)
+        self._gpus = ServerGpus(ray.get_runtime_context().get_node_id(), tuple(map(str, names)))
         self._sessions = Sessions(here.key)
         self._server = Server(here, index, Path(log), self._sessions)
         self._doing = ""
@@ -82,37 +93,68 @@ class ServerHost:
 
 class RemoteNodes:
     """The machines of a cluster, other than this one, that `servers` servers are spread over, and what is reserved
-    there for them until `close`.
+    there for them until `close`. shared: all machines with GPUs, this one too if it has any; nothing is reserved, since
+    the workers' GPUs are the servers' too, from the first on.
 
-    address: of the cluster. ranks: GPUs of each server, where the other machines have any; else it computes on CPUs.
-    Raises UserError: the cluster cannot be reached, or has no room.
+    address: of the cluster. ranks: GPUs of each server, where the machines have any; else it computes on CPUs. Raises
+    UserError: the cluster cannot be reached, or has no room.
     """
 
-    def __init__(self, address: str, servers: int, nodes: int, ranks: int) -> None:
-        self._stack = ExitStack()
+    def __init__(self, address: str, servers: int, nodes: int, ranks: int, shared: bool = False) -> None:
+        self._stack, self._pool = ExitStack(), None
         try:
             if not Session.reachable():
                 self._stack.enter_context(Session(address))
+            if shared:
+                self._places = _shared_places(servers, nodes, ranks)
+                return
             gpu = any(node.total.get("GPU", 0.0) >= 1.0 for node in cluster_nodes() if node.id != own_id())
             pool = ResourcePool(servers, nodes, gpu=gpu, each=ranks, elsewhere=True)
             self._pool = self._stack.enter_context(pool)
+            self._node_of = [node for node, count in enumerate(pool.by_node) for _ in range(count)]
         except ClusterError as error:
             self.close()
             raise UserError(f"engine.args.remote_nodes: {error}") from error
         except BaseException:
             self.close()
             raise
-        self._node_of = [node for node, count in enumerate(pool.by_node) for _ in range(count)]
 
     def actor(self, index: int, *args: object) -> Any:
         """Start the actor of server `index` with these arguments of `ServerHost`."""
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        return ray.remote(ServerHost).options(max_restarts=0, **self._pool.place(self._node_of[index])).remote(*args)
+        if self._pool is not None:
+            where = self._pool.place(self._node_of[index])
+        else:
+            node, devices = self._places[index]
+            where = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+            args = (*args, devices)
+        return ray.remote(ServerHost).options(max_restarts=0, **where).remote(*args)
 
     def close(self) -> None:
         """Release what is reserved."""
         self._stack.close()
+
+
+def _shared_places(servers: int, nodes: int, ranks: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Ray's name of the machine of each server, and its GPUs there (none: it computes on CPUs). Raises ClusterError
+    where these are not as many machines as the workers are on, or one has too few GPUs."""
+    found = cluster_nodes()
+    on_gpus = [node for node in found if node.total.get("GPU", 0.0) >= 1.0]
+    machines = sorted(on_gpus or found, key=lambda node: (node.id != own_id(), node.id))
+    machines = machines if on_gpus else machines[:nodes]
+    if len(machines) != nodes:
+        raise ClusterError(
+            "servers that share the workers' GPUs (engine.sleep) are launched on all machines of the cluster with "
+            f"GPUs, of which there are {len(machines)}: set remote_nodes and cluster.nodes to that"
+        )
+    places: list[tuple[str, tuple[int, ...]]] = []
+    for node, count in zip(machines, spread(servers, nodes), strict=True):
+        if on_gpus and (there := int(node.total["GPU"])) < count * ranks:
+            raise ClusterError(f"{count} servers of {ranks} GPUs do not fit node {node.address}, which has {there}")
+        places += [(node.id, tuple(range(i * ranks, (i + 1) * ranks)) if on_gpus else ()) for i in range(count)]
+    return places
 
 
 class RemoteServer(LaunchedServer):

@@ -38,14 +38,12 @@ class LaunchedServer(Protocol):
     """File with its output, on its machine."""
     url: str
     """Its address; empty before it was started."""
+    gpus: ServerGpus | None
+    """Its GPUs; None: it has none, or they are not known."""
 
     @property
     def running(self) -> bool:
         """Whether its process runs."""
-
-    @property
-    def gpus(self) -> ServerGpus | None:
-        """Its GPUs; None: it has none, or they are not known."""
 
     async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
         """Launch it and wait until it serves; see `Server.start`."""
@@ -77,12 +75,8 @@ class Server(LaunchedServer):
         self._file: IO[bytes] | None = None
         self._log_start = 0
         self.url = ""
-
-    @property
-    def gpus(self) -> ServerGpus | None:
-        """See `LaunchedServer`."""
-        devices = self._plan.devices[self._index] if self._index < len(self._plan.devices) else ()
-        return ServerGpus("", tuple(names_of(devices))) if devices else None
+        devices = plan.devices[index] if index < len(plan.devices) else ()
+        self.gpus = ServerGpus("", tuple(names_of(devices))) if devices else None
 
     @property
     def running(self) -> bool:

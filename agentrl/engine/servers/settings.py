@@ -33,7 +33,8 @@ class Settings:
     """How many are launched."""
     remote_nodes: int = 0
     """Machines of the cluster at `cluster.address`, other than this one, that launched servers are spread over; each
-    server lies on one of them. 0: all are launched on this machine."""
+    server lies on one of them. 0: all are launched on this machine. With `engine.sleep` they are the machines of the
+    workers, whose GPUs they share, so it is `cluster.nodes`."""
     venv: str | None = None
     """Virtual environment with the server's program that launches them."""
     command: str | None = None

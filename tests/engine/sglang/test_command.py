@@ -247,4 +247,5 @@ def test_servers_on_other_machines_need_a_cluster_and_no_place_of_their_own(tmp_
         settings_of(args | {"flags": {"base_gpu_id": 1}})
     engine = {"name": "sglang", "sleep": True, "args": args}
     lines = SglangEngine.missing(Recipe.model_validate({"env": {"name": "gsm8k"}, "engine": engine}))
-    assert [line.partition(":")[0] for line in lines] == ["engine.sleep", "engine.args.remote_nodes"]
+    assert lines[0].endswith("lie on their machines: engine.args.remote_nodes is 2, and cluster.nodes 1")
+    assert lines[1].startswith("engine.args.remote_nodes: ")

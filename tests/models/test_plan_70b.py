@@ -17,6 +17,7 @@ from agentrl.models.shape import Shape
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import LoraSection
+from agentrl.weights.channel import gloo_seconds
 
 PAGE = (ROOT / "docs" / "plan_70b.md").read_text(encoding="utf-8")
 QWEN = Qwen2Config(
@@ -30,6 +31,7 @@ GROUPS, SAMPLES, PROMPT, MEAN, LONGEST = 128, 8, 1024, 4096, 8192  # tokens; all
 SAMPLED, LONGEST_SAMPLED = 2560, 7168  # of the mean and the longest
 GPU_BYTES, CONTEXT_BYTES = 85.0, 5.0  # of an H100; of CUDA, NCCL and two processes on it, GB
 NODE_NET, ONE_NET = 0.8 * 400.0, 0.8 * 50.0  # GB/s of eight network cards of 400 Gb/s, and of one
+NVLINK = 450.0  # GB/s that leave a GPU
 MEMORY_SPEED = 0.7 * 3.35 * TERA  # bytes/s that decoding reads, a GPU
 REACHED = 0.45  # of the peak, what is computed again included
 ALL_REDUCE = 20e-6  # seconds; two a layer
@@ -128,8 +130,25 @@ def traffic_rows() -> list[str]:
     for label, received in passes.items():
         entering = into_node(received, GPUS, NODES)
         rows.append(row(label, f"{received / GIGA:.0f}", f"{entering / GIGA:.0f}", f"{entering / GIGA / NODE_NET:.2f}"))
-    whole = 2 * shape().parameters / GIGA
-    return [*rows, row("weights to the servers", f"{whole:.0f}", f"{whole:.0f}", f"{whole / ONE_NET:.2f}")]
+    stored, whole = 4 * shape().parameters, 2 * shape().parameters / GIGA
+    gathered = f"{stored * (GPUS - 1) / GPUS / GIGA:.0f}", f"{stored_into_node(stored) / GIGA:.0f}"
+    by_gloo = gloo_seconds(2 * shape().parameters, 3 * A_NODE)
+    return [
+        *rows,
+        row("weights gathered for servers", *gathered, f"{shared_seconds():.2f}"),
+        row("weights to servers apart, NCCL", f"{whole:.0f}", f"{whole:.0f}", f"{whole / ONE_NET:.2f}"),
+        row("weights to servers apart, gloo", f"{whole:.0f}", "-", f"{by_gloo:.0f}"),
+    ]
+
+
+def stored_into_node(size: int) -> float:
+    return size * (1 - 1 / NODES)
+
+
+def shared_seconds() -> float:
+    """Of an update of servers that share GPUs: float32 weights are gathered over the network, and then read by all
+    ranks of a node from one GPU, each its part."""
+    return stored_into_node(4 * shape().parameters) / GIGA / NODE_NET + 2 * shape().parameters / GIGA / NVLINK
 
 
 def besides_rows() -> list[str]:
@@ -182,11 +201,11 @@ def sampling_rows() -> list[str]:
 def choice_rows() -> list[str]:
     """Sampling takes its longest conversation, and tools as much again as a quarter of it."""
     rows = []
-    moving = 2 * shape().parameters / GIGA / ONE_NET
     for label, gpus, servers, overlapped in (("shared", 64, 8, False), ("5 + 3 nodes, one_step", 40, 3, True)):
         reading, cached, reducing = decode_seconds(GROUPS * SAMPLES / servers)
         sampling = 1.25 * max(LONGEST_SAMPLED * (reading + reducing), SAMPLED * (reading + cached + reducing))
         training = train_seconds(gpus)
+        moving = 2 * shape().parameters / GIGA / ONE_NET if overlapped else shared_seconds()
         whole = max(sampling, training) + moving if overlapped else sampling + training + moving
         rows.append(row(label, f"{sampling:.0f}", f"{training:.0f}", f"{moving:.0f}", f"{whole:.0f}"))
     return rows
@@ -245,7 +264,8 @@ def as_planned(recipe: Recipe, gpus: int, servers: int) -> bool:
     rollout = recipe.rollout
     return (
         recipe.cluster.size == gpus
-        and len(recipe.engine.args["urls"]) == servers
+        and (recipe.engine.args["servers"], recipe.engine.args["remote_nodes"]) == (servers, servers)
+        and recipe.engine.args["flags"]["tp-size"] == A_NODE
         and (rollout.tasks, rollout.n, rollout.max_tokens) == (GROUPS, SAMPLES, LONGEST)
         and recipe.train.mini_batches > 1  # so that old log-probs are computed
         and recipe.algorithm.kl_coef > 0

@@ -65,7 +65,8 @@ class ServerEngine(Engine):
     cluster: address of a Ray cluster whose machines are to reach launched servers. devices: the GPUs of each launched
     server, neighbours, as this process counts them; empty: from the first on. dtype: of the weights on launched
     servers, which they compute in (None: that of `model`). routing_replay: whether to tell which experts the routers
-    of a mixture choose. shared: whether servers share the workers' GPUs, and sleep while these compute. The rest is described in `Settings`.
+    of a mixture choose. shared: whether servers share the workers' GPUs, and sleep while these compute. The rest is
+    described in `Settings`.
     """
 
     streams: ClassVar[bool] = True

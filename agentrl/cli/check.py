@@ -257,6 +257,9 @@ PARTS = (
 
 def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", owner: str, workers: int) -> None:
     """Print the memory of one worker, part by part."""
+    from agentrl.engine.base import launched_by
+    from agentrl.models.load import on_gpu
+
     if recipe.cluster.used:
         place = "a GPU each" if recipe.cluster.gpus else "on CPUs"
         names = " ".join(word for word in (f"{workers} worker{'s' if workers > 1 else ''}", owner) if word)
@@ -276,6 +279,12 @@ def _show_plan(out: "Console", recipe: "Recipe", plan: "MemoryPlan", owner: str,
         if size := getattr(plan, name):
             note = f" ({notes[name]})" if name in notes else ""
             out.print(f"  {name:<12}{_size(size):>10}{note}", highlight=False)
+    if recipe.cluster.gpus or on_gpu(recipe):
+        launched = launched_by(recipe.engine)
+        shared = recipe.engine.sleep and bool(launched.servers or launched.elsewhere)
+        asleep = ", a server that sleeps" if shared else ""
+        beside = _size(plan.beside(launched.ranks if shared else 0))
+        out.print(f"  {'beside':<12}{beside:>10} (not in the sum: CUDA, NCCL{asleep}; estimated)", highlight=False)
     if plan.host:
         out.print(f"and {_size(plan.host)} of CPU memory for each worker (cluster.offload)", highlight=False)
 
@@ -328,34 +337,11 @@ def _show_devices(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") -
 
 def _missing(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     """What this machine lacks to run the recipe, or to be one of the machines of its cluster."""
-    import torch
-
-    from agentrl.training.preflight import lacking, lacking_gpus
+    from agentrl.training.preflight import lacking, lacking_gpus, lacking_memory
 
     lines = lacking(recipe)
     lines += [line for line in lacking_gpus(recipe, member=True) if line not in lines]
-    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    if plan is not None and sizes and recipe.model.device != "cpu" and min(sizes) < plan.device:
-        who = "each worker" if recipe.cluster.used else "the trainer"
-        lines.append(f"{who} needs {_size(plan.device)}, the smallest GPU here has {_size(min(sizes))}")
-    return lines + (_crowded(recipe, plan, sizes) if plan is not None else [])
-
-
-def _crowded(recipe: "Recipe", plan: "MemoryPlan", sizes: list[int]) -> list[str]:
-    """In a line, which servers find less free than they take: where a trainer works on their GPUs in turn, what
-    it keeps from one step to the next stays there."""
-    from agentrl.training.preflight import placement_of
-
-    placement = placement_of(recipe, member=True)
-    trained, kept = placement.devices("trainer"), plan.between_steps
-    for row in placement.rows:
-        own = [sizes[device] for device in row.devices if device in trained and device < len(sizes)]
-        if row.share is not None and own and kept > (1 - row.share) * min(own):
-            return [
-                f"{row.part} takes {row.share:g} of {_size(min(own))}, and the trainer keeps {_size(kept)} of the same "
-                "GPU: set mem-fraction-static, for vLLM gpu-memory-utilization, lower in engine.args.flags"
-            ]
-    return []
+    return lines + lacking_memory(recipe, plan)
 
 
 LARGE = 200e6

@@ -32,6 +32,14 @@ LOGIT_COPIES = 3
 """Float32 tensors as large as the logits: log-softmax, its exponential, and their product or the gradient."""
 
 
+PROCESS_BYTES = 1_500_000_000
+"""Of a GPU that a process takes besides tensors: CUDA, NCCL, workspaces. An estimate, as are the next two."""
+ASLEEP_BYTES = 3_500_000_000
+"""Of each of its GPUs that a server keeps while it sleeps."""
+READER_BYTES = 500_000_000
+"""Of a GPU whose memory a process of another GPU opens: a rank of a server, the weights that a worker hands over."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """How a model is spread over workers and computed."""
@@ -133,14 +141,22 @@ class MemoryPlan:
 
     @property
     def between_steps(self) -> int:
-        """Bytes on the worker's device while an engine samples."""
-        return 0 if self.offload else self.kept - self.moments
+        """Bytes on the worker's device while an engine samples; gradients are freed with each step."""
+        return 0 if self.offload else self.kept - self.moments - self.gradients
 
     @property
     def device(self) -> int:
         """Peak bytes on the worker's device."""
         passing = self.gathered + self.activations + self.tower + self.logits
-        return self.between_steps + (passing if self.offload else max(passing, self.moments))
+        return passing if self.offload else self.kept - self.moments + max(passing, self.moments)
+
+    def beside(self, ranks: int) -> int:
+        """Estimate the bytes of a worker's device that others take while it trains. ranks: of the server that shares it,
+        which sleeps; 0: none does."""
+        if not ranks:
+            return PROCESS_BYTES
+        base = 2 * self.parameters // ranks if self.trained is not None else 0  # it stays: only the adapter is sent
+        return PROCESS_BYTES + ASLEEP_BYTES + (ranks - 1) * READER_BYTES + base
 
     @property
     def host(self) -> int:

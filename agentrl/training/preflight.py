@@ -22,7 +22,8 @@ from agentrl.eval.evaluate import check_tasks, choosing_split, chosen_splits
 from agentrl.learner.actor import loss_terms
 from agentrl.learner.columns import PART, PART_WEIGHT, chosen, with_advantages
 from agentrl.learner.teacher import check_teachers
-from agentrl.models.load import find_device, resolve
+from agentrl.models.load import find_device, on_gpu, resolve, resolve_types
+from agentrl.models.memory import PROCESS_BYTES, MemoryPlan, plan_memory
 from agentrl.models.shape import undivided_heads
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
@@ -92,6 +93,8 @@ def check_run(recipe: Recipe) -> Checked:
     if missing := lacking(recipe):
         more = f" (and {len(missing) - 1} more, which `agentrl check` lists)" if len(missing) > 1 else ""
         raise UserError(missing[0] + more)
+    if recipe.train.check_memory and (missing := lacking_memory(recipe, plan_memory(resolve_types(recipe)))):
+        raise UserError(f"{missing[0]}. train.check_memory=false tries all the same")
     env = make_environment(recipe.env)
     if not (env.pays or recipe.tools or env.tools() or recipe.rewards.functions or recipe.rewards.model):
         raise UserError(
@@ -227,6 +230,40 @@ def lacking_gpus(recipe: Recipe, member: bool = False) -> list[str]:
     if not here and not recipe.cluster.gpus:
         return []  # it computes on the CPU, or `model.device` is not there, which is said by itself
     return placement.lacking(here)
+
+
+def lacking_memory(recipe: Recipe, plan: MemoryPlan | None) -> list[str]:
+    """List why the plan does not fit the GPUs of this machine: while it trains, and while servers sample beside what
+    the trainer keeps. Nothing where a configuration or a GPU is not here."""
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    if plan is None or not sizes or not on_gpu(recipe):
+        return []
+    placement, launched = placement_of(recipe, member=True), launched_by(recipe.engine)
+    shared = placement.shared and bool(launched.servers or launched.elsewhere)
+    beside = plan.beside(launched.ranks if shared else 0)
+    lines = []
+    if min(sizes) < plan.device + beside:
+        who = "each worker" if recipe.cluster.used else "the trainer"
+        asleep = " and a server that sleeps" if shared else ""
+        lines.append(
+            f"{who} needs {_gigabytes(plan.device)}, and CUDA{asleep} {_gigabytes(beside)} beside it (estimated); the "
+            f"smallest GPU here has {_gigabytes(min(sizes))}: lower train.micro_batch_tokens, set model.checkpointing, "
+            "cluster.offload or model.lora, or use more cluster.gpus"
+        )
+    trained, kept = placement.devices("trainer"), plan.between_steps + PROCESS_BYTES
+    for row in placement.rows:
+        own = [sizes[device] for device in row.devices if device in trained and device < len(sizes)]
+        if row.share is not None and own and kept > (1 - row.share) * min(own):
+            lines.append(
+                f"{row.part} takes {row.share:g} of {_gigabytes(min(own))}, and the trainer keeps {_gigabytes(kept)} "
+                "of the same GPU: set mem-fraction-static, for vLLM gpu-memory-utilization, lower in engine.args.flags"
+            )
+            break
+    return lines
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"
 
 
 def _lacking_critic(recipe: Recipe) -> list[str]:

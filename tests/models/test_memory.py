@@ -7,19 +7,21 @@ import numpy as np
 import pytest
 import torch
 from held_memory import Held
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from vision_help import picture
 
 from agentrl.cli.main import run
 from agentrl.compute import kernels
 from agentrl.compute.activation_checkpointing import blocks_of
+from agentrl.errors import UserError
 from agentrl.images import STORE
 from agentrl.models import embedded_path, memory
 from agentrl.models.load import load_model, resolve_types
 from agentrl.models.memory import Setting, plan, plan_memory, plan_pools
 from agentrl.models.shape import Shape
 from agentrl.recipe.schema import Recipe
-from agentrl.recipe.sections.model import ModelSection
+from agentrl.recipe.sections.model import LoraSection, ModelSection
+from agentrl.training import preflight
 
 SMALL = Qwen2Config(  # Qwen2.5-0.5B's shapes
     vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
@@ -246,9 +248,28 @@ THREE = Qwen2Config(  # Qwen2.5-3B's
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "shape", "card"), [("1gpu", SMALL, 24), ("8gpu", THREE, 80)])
+def qwen3(hidden: int, wide: int, layers: int, heads: int, tied: bool = False) -> Qwen3Config:
+    return Qwen3Config(
+        vocab_size=151936, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+FOUR, THIRTY_TWO = qwen3(2560, 9728, 36, 32, tied=True), qwen3(5120, 25600, 64, 64)
+EXPERTS = Qwen3MoeConfig(  # Qwen3-30B-A3B's
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
+    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
+    tie_word_embeddings=False,
+)  # fmt: skip
+GPU_RECIPES = [
+    ("1gpu", SMALL, 24), ("8gpu", THREE, 80), ("4b_1gpu", FOUR, 80), ("32b_8gpu", THIRTY_TWO, 80),
+    ("30b_a3b_8gpu", EXPERTS, 80),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape", "card"), GPU_RECIPES)
 def test_the_recipes_for_gpus_fit_those_that_they_name(
-    name: str, shape: Qwen2Config, card: int, tmp_path: Path
+    name: str, shape: PretrainedConfig, card: int, tmp_path: Path
 ) -> None:
     """State beside the servers' share, and 2 GB for CUDA; while it trains, servers that sleep keep 3 GB more."""
     shape.save_pretrained(tmp_path)
@@ -257,8 +278,11 @@ def test_the_recipes_for_gpus_fit_those_that_they_name(
     planned = plan_memory(found)
     assert f" of {card} GB" in Path(path).read_text(encoding="utf-8")
     assert found.engine.sleep
-    assert planned.device / 1e9 < card - 5
-    assert planned.kept / 1e9 < card * (1 - found.engine.args["flags"]["mem-fraction-static"]) - 2
+    ranks = found.engine.args["flags"].get("tp-size", 1)
+    assert planned.device + planned.beside(ranks) < card * 1e9
+    if shape in (FOUR, THIRTY_TWO, EXPERTS):
+        assert f"{planned.device / 1e9:.0f} GB" in " ".join(Path(path).read_text(encoding="utf-8").split())
+    assert planned.between_steps / 1e9 < card * (1 - found.engine.args["flags"]["mem-fraction-static"]) - 2
 
 
 def test_what_cannot_be_read_keeps_check_from_nothing_else(
@@ -308,7 +332,7 @@ def test_a_gpu_that_is_too_small_is_said(
     assert "on this machine (" not in said
 
 
-@pytest.mark.parametrize(("share", "size", "crowded"), [(0.6, 2, True), (0.1, 2, False), (0.6, 400, False)])
+@pytest.mark.parametrize(("share", "size", "crowded"), [(0.6, 2, True), (0.1, 4, False), (0.6, 400, False)])
 def test_a_server_that_finds_too_little_beside_the_trainer_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     share: float, size: int, crowded: bool,
@@ -338,3 +362,24 @@ def test_what_makes_a_gpu_faster_is_said(folder: Path, capsys: pytest.CaptureFix
     assert "advice: norms and gates run as one kernel each with liger-kernel: pip install 'agentrl[gpu]'" in said
     assert "advice: the engine `local` decodes on one GPU" in said
     assert "advice" not in said_by_check(capsys, recipe, f"model.path={folder}", "model.device=cpu")
+
+
+def test_a_run_that_does_not_fit_is_refused_unless_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before anything is loaded; what others keep of the GPU counts: a server that sleeps, its other ranks, and with an
+    adapter its weights."""
+    held = type("Held", (), {"total_memory": 6 * 10**9})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: held)
+    monkeypatch.setattr(preflight, "lacking", lambda recipe: [])
+    recipe = Recipe.load("recipes/gsm8k_tool_8gpu.yaml", [f"model.path={folder}", "env.source=generated"])
+    with pytest.raises(UserError, match=r"each worker needs .*, and CUDA and a server that sleeps 5\.0 GB beside it"):
+        preflight.check_run(recipe)
+    preflight.check_run(recipe.changed(train={"check_memory": False}))
+    plain, adapted = (
+        plan_memory(resolve_types(r)) for r in (recipe, recipe.changed(model={"lora": LoraSection(rank=4)}))
+    )
+    assert plain.beside(0) == 1_500_000_000
+    assert plain.beside(4) == 5_000_000_000 + 3 * 500_000_000
+    assert adapted.beside(2) == 5_500_000_000 + adapted.parameters

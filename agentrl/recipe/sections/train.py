@@ -46,6 +46,8 @@ class TrainSection(Section):
     """Passes over a step's samples."""
     micro_batch_tokens: Tokens = 16384
     """Packed tokens of one forward pass. It bounds memory and changes no gradient."""
+    check_memory: bool = True
+    """Whether a run is refused whose memory, as `agentrl check` estimates it, does not fit the GPUs of this machine."""
     save_every: Steps = 50
     """Steps between checkpoints; 0: at the end only."""
     keep: Annotated[Positive, Unit("checkpoints")] = 2

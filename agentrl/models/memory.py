@@ -151,8 +151,8 @@ class MemoryPlan:
         return passing if self.offload else self.kept - self.moments + max(passing, self.moments)
 
     def beside(self, ranks: int) -> int:
-        """Estimate the bytes of a worker's device that others take while it trains. ranks: of the server that shares it,
-        which sleeps; 0: none does."""
+        """Estimate the bytes of a worker's device that others take while it trains. ranks: of the server that sleeps
+        there; 0: none does."""
         if not ranks:
             return PROCESS_BYTES
         base = 2 * self.parameters // ranks if self.trained is not None else 0  # it stays: only the adapter is sent

@@ -252,7 +252,8 @@ def lacking_memory(recipe: Recipe, plan: MemoryPlan | None) -> list[str]:
         )
     trained, kept = placement.devices("trainer"), plan.between_steps + PROCESS_BYTES
     for row in placement.rows:
-        own = [sizes[device] for device in row.devices if device in trained and device < len(sizes)]
+        on_others = launched.elsewhere and shared and row.kind == "server"  # machines that are like this one
+        own = sizes if on_others else [sizes[d] for d in row.devices if d in trained and d < len(sizes)]
         if row.share is not None and own and kept > (1 - row.share) * min(own):
             lines.append(
                 f"{row.part} takes {row.share:g} of {_gigabytes(min(own))}, and the trainer keeps {_gigabytes(kept)} "

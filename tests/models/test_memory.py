@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from big_shapes import BIG
 from held_memory import Held
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen2Config, Qwen3Config
 from vision_help import picture
 
 from agentrl.cli.main import run
@@ -248,22 +249,9 @@ THREE = Qwen2Config(  # Qwen2.5-3B's
 )  # fmt: skip
 
 
-def qwen3(hidden: int, wide: int, layers: int, heads: int, tied: bool = False) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=151936, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
-    )  # fmt: skip
-
-
-FOUR, THIRTY_TWO = qwen3(2560, 9728, 36, 32, tied=True), qwen3(5120, 25600, 64, 64)
-EXPERTS = Qwen3MoeConfig(  # Qwen3-30B-A3B's
-    vocab_size=151936, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48,
-    num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8,
-    tie_word_embeddings=False,
-)  # fmt: skip
 GPU_RECIPES = [
-    ("1gpu", SMALL, 24), ("8gpu", THREE, 80), ("4b_1gpu", FOUR, 80), ("32b_8gpu", THIRTY_TWO, 80),
-    ("30b_a3b_8gpu", EXPERTS, 80),
+    ("1gpu", SMALL, 24), ("8gpu", THREE, 80), ("4b_1gpu", BIG["qwen3-4b"], 80), ("32b_8gpu", BIG["qwen3-32b"], 80),
+    ("30b_a3b_8gpu", BIG["qwen3-30b-a3b"], 80),
 ]  # fmt: skip
 
 
@@ -280,7 +268,7 @@ def test_the_recipes_for_gpus_fit_those_that_they_name(
     assert found.engine.sleep
     ranks = found.engine.args["flags"].get("tp-size", 1)
     assert planned.device + planned.beside(ranks) < card * 1e9
-    if shape in (FOUR, THIRTY_TWO, EXPERTS):
+    if shape in BIG.values():
         assert f"{planned.device / 1e9:.0f} GB" in " ".join(Path(path).read_text(encoding="utf-8").split())
     assert planned.between_steps / 1e9 < card * (1 - found.engine.args["flags"]["mem-fraction-static"]) - 2
 

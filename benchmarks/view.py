@@ -171,12 +171,20 @@ def measure(browser: Browser, address: str, count: int) -> list[tuple[str, float
     found.append(("sort by time", timed(browser, by.format("time"))))
     middle, longest = smoothness(browser)
     found += [("scroll through all rows: median frame", middle), ("longest frame", longest)]
-    words = "const q = document.querySelector('.wide'); q.value = 'left over'; q.dispatchEvent(new Event('input'))"
+    asks = "const q = document.querySelector('.wide input'); q.value = {}; q.dispatchEvent(new Event('input'))"
+    query = "'reward<1 AND (finish:length OR tokens>400) NOT kind:k*3'"
+    found.append(("filter: a query, 200 ms after it is typed", timed(browser, asks.format(query), fewer)))
+    words = asks.format("'\"left over\"'")
     done = "app.texts.has('left over')"
     found.append(("search a text in all conversations", timed(browser, words, done)))
     chat, tokens = (f"document.querySelector('.{kind}')" for kind in ("chat", "tokens"))
     found.append(("open a conversation", timed(browser, "location.hash = app.linkOf(9)", chat)))
-    found.append(("its tokens", timed(browser, "document.querySelectorAll('.ways button')[1].click()", tokens)))
+    found.append(
+        (
+            "its tokens",
+            timed(browser, "document.querySelectorAll('[aria-label=\"shown as\"] button')[1].click()", tokens),
+        )
+    )
     assert not browser.errors, browser.errors
     return found
 

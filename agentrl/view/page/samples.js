@@ -161,7 +161,12 @@ export function samplesView(app, params) {
 
   const shape = (name) => KNOWN[name] ?? [name.replace(/^(part|data)\./, ""), "6rem", 3];
   const template = (most) => columns.map(shape).filter(([, , priority]) => priority <= most).map(([, width]) => width).join(" ");
-  const isNumber = (name) => typeof samples.column[name]?.find((v) => v !== null) === "number";
+  const numeric = new Map(); // column -> whether it holds numbers; as long as the samples are the same
+  function isNumber(name) {
+    if (!numeric.has(name)) numeric.set(name, typeof samples.column[name]?.find((v) => v !== null) === "number");
+    return numeric.get(name);
+  }
+
   const prompts = new Map(); // "run\nfile" -> task -> text, or a promise of it
 
   const place = (i) => `${samples.column.run[i]}\n${samples.column.file[i]}`;
@@ -280,6 +285,7 @@ export function samplesView(app, params) {
 
   function draw(note = "") {
     const former = app.list[at];
+    numeric.clear();
     app.list = chosen(samples, filter, asked, hits);
     at = former === undefined ? -1 : app.list.indexOf(former);
     const stay = list.element.scrollTop;

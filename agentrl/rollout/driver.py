@@ -30,6 +30,7 @@ from agentrl.rollout.compaction import COUNTS, asked, reopened, threshold
 from agentrl.rollout.conversation import Conversation, Seed, derive, nth
 from agentrl.rollout.request import AsyncRolloutRequest, Opening, RequestState, TransitionError
 from agentrl.rollout.scorer import Scorer
+from agentrl.rollout.trajectory_file import note_schemas
 from agentrl.rollout.workspaces import Workspaces
 from agentrl.trajectory import Boundary, Failure, FinishReason, InvariantError, Trajectory, check_invariants
 
@@ -74,6 +75,7 @@ class Driver:
         self._tools = tuple(tools)
         self._own = environment.tools()
         self._schemas = {id(tool): tool.schema for tool in (*self._tools, *self._own)}
+        note_schemas(self._schemas.values())
         self.scorer = scorer or Scorer()
         self._weights = self.scorer.weights
         self.limits = limits
@@ -247,7 +249,10 @@ class Driver:
 
     def offered(self, conversation: Conversation) -> list[dict[str, Json]]:
         """The schemas of a conversation's tools; of those that a task alone has, made anew."""
-        return [self._schemas.get(id(tool)) or tool.schema for tool in conversation.tools.values()]
+        found = [self._schemas.get(id(tool)) or tool.schema for tool in conversation.tools.values()]
+        if any(id(tool) not in self._schemas for tool in conversation.tools.values()):
+            note_schemas(found)
+        return found
 
     def _most(self, conversation: Conversation) -> int:
         """The tokens that a conversation may have."""

@@ -7,7 +7,7 @@ wrong with one is a UserError.
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import zstandard
 
@@ -39,6 +40,9 @@ TRAIN = "train"
 """The split of training steps."""
 
 _ABOUT = b"agentrl.trajectories"  # key of the file's metadata; its value is the version
+_TOOLS = b"agentrl.tools"  # likewise; its value is the JSON of the schemas of the tools that samples of the file had
+_MOST_NAMES = 10_000  # of tools whose schemas are remembered
+_MOST_SCHEMAS = 1_000_000  # characters of them in all
 _SECONDS = ("total", "engine", "tools", "environment", "hooks")
 _SPAN = [("start", pa.int32()), ("end", pa.int32())]
 _PART = [("name", pa.string()), ("value", pa.float64()), ("weight", pa.float64())]
@@ -119,6 +123,8 @@ _DEPTH = 100  # lists and mappings in each other that are written out
 _VALUES = 100_000  # values in all that are written out, of one thing
 _LETTERS = 50_000_000  # characters of texts in all that are written out, of one thing
 _BITS = 10_000  # of an integer; Python reads and writes no longer ones as text
+
+_offered: dict[str, str] = {}  # name of a tool -> the JSON of its schema, of all that were offered in this process
 
 Row = dict[str, Json]
 """A sample by the columns of FACTS."""
@@ -246,6 +252,35 @@ def left_out(trajectory: Trajectory, learned: Learned | None, group: str | None)
     return group or "no_advantage"
 
 
+def note_schemas(schemas: Iterable[Mapping[str, Json]]) -> None:
+    """Remember the schemas of tools, so that files of samples that have these tools hold them."""
+    for schema in schemas:
+        function = schema.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if isinstance(name, str) and (name in _offered or len(_offered) < _MOST_NAMES):
+            _offered[name] = without_known(as_json(schema))
+
+
+def read_schemas(path: Path) -> list[dict[str, Json]]:
+    """The schemas of the tools that the samples of a Parquet file had; those that are not stored are missing. Raises
+    UserError: the file is damaged."""
+    with _opened(path, []) as file:
+        text = (file.schema_arrow.metadata or {}).get(_TOOLS, b"[]")
+    try:
+        found = loads(text)
+    except (ValueError, RecursionError):
+        return []
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _with_schemas(names: Iterable[str]) -> dict[bytes, bytes]:
+    """What the metadata of a file says of these tools."""
+    known = [_offered[name] for name in sorted(set(names)) if name in _offered]
+    if not known or sum(map(len, known)) > _MOST_SCHEMAS:
+        return {}
+    return {_TOOLS: f"[{','.join(known)}]".encode("utf-8", "replace")}
+
+
 def write_trajectories(
     path: Path, rows: Sequence[Row], trajectories: Sequence[Trajectory], learned: Sequence[Learned | None] = ()
 ) -> None:
@@ -259,7 +294,7 @@ def write_trajectories(
     for t in trajectories:
         for messages in (t.messages, *t.branches):
             STORE.copy(hashes(messages), path.parent.parent / IMAGES)
-    with _writer(path) as writer:
+    with _writer(path, _with_schemas(name for row in rows for name in row["tools"])) as writer:
         for start, end in _pieces(rows):
             writer.write_batch(_batch(rows[start:end], trajectories[start:end], learned[start:end]))
 
@@ -273,18 +308,21 @@ def join_trajectories(path: Path, parts: Sequence[Path]) -> None:
     last = {place: index for index, place in enumerate(places)}
     every = every.take(pa.array([last[place] for place in sorted(last)], pa.int64()))
     rows = every.select(_TEXTS).to_pylist()
-    with _writer(path) as writer:
+    note_schemas(schema for part in parts for schema in read_schemas(part))
+    names = pc.list_flatten(every["tools"]).unique().to_pylist()
+    with _writer(path, _with_schemas(names)) as writer:
         for start, end in _pieces(rows):
             writer.write_table(every.slice(start, end - start), row_group_size=_PIECE)
 
 
 @contextmanager
-def _writer(path: Path) -> Iterator[pq.ParquetWriter]:
-    """Give what writes a file: aside, flushed to the disk, renamed, unless the block raises."""
+def _writer(path: Path, more: Mapping[bytes, bytes]) -> Iterator[pq.ParquetWriter]:
+    """Give what writes a file: aside, flushed to the disk, renamed, unless the block raises. more: metadata of it."""
     beside = path.with_name(f".{path.name}.new")
     try:
+        schema = SCHEMA.with_metadata({**SCHEMA.metadata, **more})
         with pq.ParquetWriter(
-            beside, SCHEMA, compression="zstd", use_dictionary=_FEW_VALUES, write_statistics=_SHORT, version="2.6"
+            beside, schema, compression="zstd", use_dictionary=_FEW_VALUES, write_statistics=_SHORT, version="2.6"
         ) as writer:
             yield writer
         flush_file(beside)

@@ -107,6 +107,7 @@ def frozen(run: RunStore, ranges: Ranges, why: Why | None, watched: Watched) -> 
         "images": images,
         "evaluations": run.evaluations(),
         "notes": {name: said for name, said in run.notes().items() if name in kept},
+        "tools": {name: run.tools(name) for name, rows in kept.items() if rows},
         "why": reasons,
     }
     about: Json = {"runs": [run.name], "ranges": {name: list(bounds) for name, bounds in ranges.items()}}

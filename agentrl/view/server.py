@@ -230,6 +230,7 @@ _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "sample": lambda shown, query: _run(shown, query).sample(query.get("file", ""), _whole(query, "row")),
     "search": lambda shown, query: _run(shown, query).search(query.get("text", "")[:_MOST_TEXT], _names(query)),
     "spans": lambda shown, query: _run(shown, query).spans(query.get("file", "")),
+    "tools": lambda shown, query: _run(shown, query).tools(query.get("file", "")),
     "notes": lambda shown, query: _run(shown, query).notes(),
     "evaluations": lambda shown, query: _run(shown, query).evaluations(),
     "why": _why,

@@ -212,6 +212,13 @@ class RunStore:
         the first one began; None for those of which it is not known."""
         return _spans(self.path(name))
 
+    def tools(self, name: str) -> list[Json]:
+        """The schemas of the tools that the samples of a file had, as they were stored."""
+        from agentrl.rollout.trajectory_file import read_schemas
+
+        path = self.path(name)
+        return read_schemas(path) if path.suffix == ".parquet" else []
+
     def search(self, text: str, names: Iterable[str]) -> dict[str, list[int]]:
         """File -> the rows whose conversations contain a text, upper and lower case alike."""
         paths = self._paths()

@@ -18,6 +18,7 @@ from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.track import TrackSection
 from agentrl.rollout import journal as module
+from agentrl.rollout import trajectory_file
 from agentrl.rollout.journal import Journal
 from agentrl.rollout.stored import read_groups
 from agentrl.rollout.trajectory_file import (
@@ -29,8 +30,11 @@ from agentrl.rollout.trajectory_file import (
     SURPLUS,
     TOKENS,
     conversations,
+    join_trajectories,
+    note_schemas,
     read_records,
     read_rows,
+    read_schemas,
     read_table,
     record,
     row,
@@ -146,6 +150,24 @@ def tree() -> Trajectory:
         segments=(Segment(0, 4), Segment(4, 8, 0), Segment(8, 12, 0)), branches=BRANCHES, seed=2**63 - 1,
         spans=(Span("engine", 1e9, 1e9 + 1),), seats={"judge": 0.5},
     )  # fmt: skip
+
+
+def test_a_file_holds_the_schemas_of_the_tools_that_its_samples_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trajectory_file, "_offered", {})
+    t = tree()
+    schema = {"type": "function", "function": {"name": "calculator", "description": "\ud800", "parameters": {}}}
+    note_schemas([schema, {"function": {"name": "other"}}])
+    journal(tmp_path).evaluation("test", 1, [Group(t.task, (t,))], lambda _: True)
+    path, joined = tmp_path / "eval_test_1.parquet", tmp_path / "joined.parquet"
+    assert read_schemas(path) == [schema]
+    monkeypatch.setattr(trajectory_file, "_offered", {})  # as in another process
+    join_trajectories(joined, [path])
+    assert read_schemas(joined) == [schema]
+    monkeypatch.setattr(trajectory_file, "_MOST_SCHEMAS", 10)
+    journal(tmp_path).evaluation("test", 1, [Group(t.task, (t,))], lambda _: True)
+    assert read_schemas(path) == []
 
 
 def test_what_is_read_is_what_was(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from agentrl.plugins.types import Task
 from agentrl.recipe.sections.track import TrajectoriesSection
 from agentrl.rollout.journal import Journal
+from agentrl.rollout.trajectory_file import note_schemas
 from agentrl.trajectory import Boundary, Failure, FinishReason, Group, Learned, Segment, Span, ToolUse, Trajectory, Turn
 
 HOSTILE = "</script><script>globalThis.owned=1</script><img src=x onerror=globalThis.owned=1>\u2028\ud800<!--"
@@ -94,6 +95,7 @@ def learned(groups: Sequence[Group]) -> list[Learned]:
 def run_folder(path: Path, tasks: int = 10, steps: int = 2, recipe: bool = True) -> Path:
     """A run's folder: evaluations of two splits before and after, `steps` steps of two groups, metrics."""
     path.mkdir(parents=True, exist_ok=True)
+    note_schemas([{"type": "function", "function": {"name": "calculator", "description": HOSTILE}}])
     writer = journal(path)
     rows: list[dict[str, Any]] = [{"step": 0, "eval/test/accuracy": 0.5}]
     for step in range(1, steps + 1):

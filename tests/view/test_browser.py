@@ -329,6 +329,8 @@ def test_a_conversation_is_searched_and_copied(browser: Browser, served: Served)
     ):
         press(browser, words)
         browser.until(f"globalThis.copied === {json.dumps(copied)}")
+    browser.evaluate("document.querySelector('details.more').open = true")
+    browser.until("document.querySelector('.more .data')?.innerText.includes('globalThis.owned=1')")
     browser.evaluate("document.querySelectorAll('.say').forEach(one => one.open = true)")
     press(browser, "Copy: continue from here", 1)
     browser.until(f"globalThis.copied === \"agentrl continue {folder} --id 'large-3#0' --turn 1 -n 4\"")
@@ -486,7 +488,11 @@ def test_the_frozen_page_shows_the_same_without_a_server(browser: Browser, tmp_p
     kept = len(embedded(page)["runs"][0]["samples"])
     for place, until in VIEWS.items():
         go(browser, place, until)
-    go(browser, "#samples?q=owned", "app.list.length === 2")
+    go(browser, "#samples?q=owned AND tool:calculator", "app.list.length === 2")
+    go(browser, sample("step_2.parquet", 1), "document.querySelector('details.more')")
+    browser.evaluate("document.querySelector('details.more').open = true")
+    browser.until("document.querySelector('.more .data')")
+    assert browser.evaluate("document.querySelector('.say, textarea')") is None  # nothing can be written there
     go(browser, "#samples", f"app.list.length === {kept}")
     assert browser.errors == []
     assert browser.evaluate("globalThis.owned") is None

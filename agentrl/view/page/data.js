@@ -48,6 +48,7 @@ function server() {
     previews: (run, file) => of(run, "previews", { file }),
     sample: (run, file, row) => of(run, "sample", { file, row }),
     spans: (run, file) => of(run, "spans", { file }),
+    tools: (run, file) => of(run, "tools", { file }),
     search: (run, text, files) => of(run, "search", { text, files: files.join("\n") }),
     evaluations: (run) => of(run, "evaluations", {}),
     why: (run, file) => of(run, "why", { file }),
@@ -100,6 +101,7 @@ function frozen(data) {
     },
     evaluations: async (run) => data.runs[run].evaluations,
     notes: async (run) => data.runs[run].notes,
+    tools: async (run, file) => data.runs[run].tools[file] ?? [],
     why: async (run, file) => {
       const found = data.runs[run].why[file];
       if (found === undefined) throw new Error("not in this page: open the run with agentrl view");

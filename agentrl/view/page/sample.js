@@ -344,6 +344,25 @@ function marked(element, text) {
   return found;
 }
 
+// The tools that a sample had, and on demand their schemas.
+function offered(app, run, file, sample) {
+  const names = sample.tools ?? [];
+  if (!names.length) return null;
+  const body = h("div");
+  const read = async () => {
+    if (body.firstChild) return;
+    try {
+      const found = (await app.source.tools(run, file)).filter((one) => names.includes(one.function?.name));
+      const missing = names.filter((name) => !found.some((one) => one.function.name === name));
+      replace(body, found.map((one) => h("pre", { class: "data", tabindex: 0, "aria-label": `schema of ${one.function.name}` }, JSON.stringify(one.function, null, 2))),
+        missing.length ? h("p", { class: "soft" }, `Not stored: the schema of ${missing.join(", ")}.`) : null);
+    } catch (error) {
+      replace(body, h("p", { class: "bad" }, error.message));
+    }
+  };
+  return h("details", { class: "more", ontoggle: read }, h("summary", null, `Tools: ${names.join(", ")}`), body);
+}
+
 export function sampleView(app, params) {
   const run = Number(params.run ?? 0), row = Number(params.row ?? 0);
   let way = WAYS.includes(params.way) ? params.way : "chat";
@@ -421,7 +440,7 @@ export function sampleView(app, params) {
       commands(folder(), file, sample).map(([name, what, command]) => copyButton(`Copy: agentrl ${name}`, () => command, `${what}: ${command}`)));
     const talk = saidOf(app, place());
     talks = [talk];
-    replace(element, h("div", { class: "links" }, links), h("h1", null, i !== undefined && mark(column, i), " ", app.runs.length > 1 ? `${app.runs[run].name} · ` : "", title), failed, summary(sample, i, column), i !== undefined && over(app, i), copies, talk, h("div", { class: "bar" }, ways, box, found), body, workspace(sample));
+    replace(element, h("div", { class: "links" }, links), h("h1", null, i !== undefined && mark(column, i), " ", app.runs.length > 1 ? `${app.runs[run].name} · ` : "", title), failed, summary(sample, i, column), i !== undefined && over(app, i), copies, talk, offered(app, run, params.file, sample), h("div", { class: "bar" }, ways, box, found), body, workspace(sample));
     show(way);
   }
 

@@ -8,11 +8,13 @@ second library has to find them again.
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Allowed = npt.NDArray[np.generic]
 """object [T]: of each token sampled under a constraint the ids that were allowed (`packed`), None elsewhere."""
@@ -89,9 +91,11 @@ class Masks:
         """Those of the predictions at `indices`."""
         return Masks.of(self.allowed[indices])
 
-    def apply(self, logits: Tensor, rows: slice) -> Tensor:
+    def apply(self, logits: "Tensor", rows: slice) -> "Tensor":
         """Logits [n, vocabulary] of the predictions `rows` with FORBIDDEN at what is not allowed; may change
         them in place."""
+        import torch  # who reads stored rollouts needs no model
+
         own = self._rows[(self._rows >= rows.start) & (self._rows < rows.stop)]
         if not len(own):
             return logits

@@ -9,8 +9,11 @@ fixed table, and what `RunStore` reads; no path comes from a request. What is wr
 import asyncio
 import hmac
 import json
+import os
 import secrets
+import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,7 +111,12 @@ def _refused(why: str) -> web.Response:
 
 async def _page(request: web.Request) -> web.Response:
     name = request.path[1:] or "index.html"
-    return web.Response(body=page_file(name), content_type=_KINDS[Path(name).suffix], charset="utf-8")
+    body = page_file(name)
+    if name == "index.html":  # the browser asks for all modules at once, rather than as it reads of each
+        body = body.replace(
+            b"</head>", "".join(f'<link rel="modulepreload" href="{m}">' for m in MODULES).encode() + b"</head>"
+        )
+    return web.Response(body=body, content_type=_KINDS[Path(name).suffix], charset="utf-8")
 
 
 def _api(
@@ -248,6 +256,8 @@ async def serve(shown: Shown, port: int, opened: Callable[[str], None]) -> None:
     taken."""
     runner = quiet_runner(make_app(shown))
     await runner.setup()
+    ended = threading.Event()
+    threading.Thread(target=_prepare, args=(shown, ended), daemon=True).start()
     try:
         site = web.TCPSite(runner, "127.0.0.1", port)
         try:
@@ -258,4 +268,14 @@ async def serve(shown: Shown, port: int, opened: Callable[[str], None]) -> None:
         opened(f"http://127.0.0.1:{runner.addresses[0][1]}/#token={shown.token}")
         await asyncio.Event().wait()
     finally:
+        ended.set()
         await runner.cleanup()
+
+
+def _prepare(shown: Shown, ended: threading.Event) -> None:
+    """Read ahead while the browser opens, behind what is asked for."""
+    with suppress(OSError, AttributeError):  # a thread of its own priority is Linux's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    with suppress(UserError, OSError, ValueError):
+        for name in shown.catalog.chosen():
+            shown.catalog.store(name).prepare(lambda: not ended.is_set())

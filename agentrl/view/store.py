@@ -8,7 +8,10 @@ import json
 import os
 import re
 import socket
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from agentrl.errors import UserError
 from agentrl.images import FOLDER as IMAGES
 from agentrl.images import shown
 from agentrl.plugins.types import Json
+from agentrl.view.texts import Texts
 
 Why = Callable[[Path, Path | None, Callable[[int], str] | None], Json]
 """From a file of trajectories, that of the first evaluation of its split (if it is another), and a function from a
@@ -54,6 +58,8 @@ class RunStore:
         self._previews: dict[str, tuple[str, Json]] = {}
         self._read_recipes: dict[str, tuple[str, Json]] = {}
         self._reasons: dict[str, tuple[str, Json]] = {}
+        self._texts = Texts()
+        self._reading: defaultdict[tuple[int, str], threading.Lock] = defaultdict(threading.Lock)
         self._pieces: tuple[str, Callable[[Sequence[int]], list[str]]] | None = None
 
     # --- what there is -------------------------------------------------------------------------------------------
@@ -222,7 +228,34 @@ class RunStore:
     def search(self, text: str, names: Iterable[str]) -> dict[str, list[int]]:
         """File -> the rows whose conversations contain a text, upper and lower case alike."""
         paths = self._paths()
-        return {name: _search(paths[name], text) for name in names if name in paths}
+        return {name: self._find(paths[name], text) for name in names if name in paths}
+
+    def _find(self, path: Path, text: str) -> list[int]:
+        if path.suffix == ".parquet":
+            try:
+                found = self._texts.find(path, version_of(path), text)
+            except UserError:
+                return []  # the page says what is wrong with the file
+            if found is not None:
+                return found
+        return _search(path, text)
+
+    def prepare(self, wanted: Callable[[], bool]) -> None:
+        """Read ahead what the page will ask for, the newest first, as long as it is wanted."""
+        files = [file["name"] for file in reversed(self._files())]
+        for number, name in enumerate(files):
+            if not wanted():
+                return
+            self.index([name])
+            if number == 0:
+                self.previews(name)
+        for name in files:
+            if not wanted():
+                return
+            path = self.folder / TRAJECTORIES / name
+            with suppress(UserError):
+                if path.suffix == ".parquet":
+                    self._texts.keep(path, version_of(path))
 
     def notes(self) -> Json:
         """What people said of samples: file -> row -> `labels` (label and turn each) and `notes`."""
@@ -290,15 +323,16 @@ class RunStore:
     def _cached(self, cache: dict[str, tuple[str, Json]], name: str, read: Callable[[Path], Json]) -> Json:
         path = self.folder / TRAJECTORIES / name
         version = _file_version(path)
-        known = cache.get(name)
-        if known is not None and known[0] == version:
-            return known[1]
-        try:
-            found = read(path)
-        except UserError as error:
-            found = {"error": str(error)}
-        cache[name] = version, found
-        return found
+        with self._reading[id(cache), name]:  # what is being read ahead is not read twice
+            known = cache.get(name)
+            if known is not None and known[0] == version:
+                return known[1]
+            try:
+                found = read(path)
+            except UserError as error:
+                found = {"error": str(error)}
+            cache[name] = version, found
+            return found
 
     # --- tokens --------------------------------------------------------------------------------------------------
 
@@ -422,15 +456,22 @@ def _rows(data: bytes) -> tuple[list[Json], int]:
 
 
 def _index(path: Path) -> Json:
-    from agentrl.eval.scan import read_findings
-
     columns = _index_of_table(path) if path.suffix == ".parquet" else _index_of_records(path)
     rows = len(columns["task"])
-    found = read_findings(path)
+    found = _findings(path)
     columns["scan"] = [
         " ".join(name for name, notes in found.items() if notes[row] is not None) or None for row in range(rows)
     ]
     return {"rows": rows, **{name: _packed(values) for name, values in columns.items()}}
+
+
+def _findings(path: Path) -> Mapping[str, Sequence[str | None]]:
+    """What each scanner found in each sample."""
+    if not scan_path(path).is_file():
+        return {}
+    from agentrl.eval.scan import read_findings  # which brings plugins
+
+    return read_findings(path)
 
 
 def _packed(values: Json) -> Json:
@@ -681,9 +722,7 @@ def _sample(path: Path, row: int) -> Json:
 
 def _scanned(path: Path, row: int) -> dict[str, Json]:
     """What scanners found in a sample, by name."""
-    from agentrl.eval.scan import read_findings
-
-    found = {name: notes[row] for name, notes in read_findings(path).items() if notes[row] is not None}
+    found = {name: notes[row] for name, notes in _findings(path).items() if notes[row] is not None}
     return {"scan": found} if found else {}
 
 
@@ -750,6 +789,10 @@ def _search(path: Path, text: str) -> list[int]:
     from agentrl.rollout.trajectory_file import encode_plain, read_table
 
     wanted = encode_plain(text)[1:-1]  # as it stands within JSON
+    try:
+        wanted.encode()
+    except UnicodeEncodeError:
+        return []
     try:
         table = read_table(path, ["messages", "branches"])
     except UserError:

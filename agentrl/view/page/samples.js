@@ -3,6 +3,7 @@
 import { h, LongList, choice, copyButton, download, number, replace, seconds, later } from "./dom.js";
 import { names, query, quoted, suggestions, valueOf } from "./query.js";
 
+const AT_ONCE = 64; // files that are searched together
 const ROW = 30; // pixels
 // name -> [heading, width, priority on narrow screens (1: always)]
 const KNOWN = {
@@ -271,8 +272,8 @@ export function samplesView(app, params) {
       draw("searching…");
       for (const [run, { state }] of app.runs.entries()) {
         const files = state.files.map((file) => file.name).reverse();
-        for (let k = 0; k < files.length; k += 16) {
-          for (const [file, rows] of Object.entries(await app.source.search(run, text, files.slice(k, k + 16)))) for (const row of rows) found.add(samples.at(run, file, row));
+        for (let k = 0; k < files.length; k += AT_ONCE) {
+          for (const [file, rows] of Object.entries(await app.source.search(run, text, files.slice(k, k + AT_ONCE)))) for (const row of rows) found.add(samples.at(run, file, row));
           if (mine !== searches) return;
           draw("searching…");
         }

@@ -110,9 +110,9 @@ def frozen(run: RunStore, ranges: Ranges, why: Why | None, watched: Watched) -> 
         "tools": {name: run.tools(name) for name, rows in kept.items() if rows},
         "why": reasons,
     }
-    about: Json = {"runs": [run.name], "ranges": {name: list(bounds) for name, bounds in ranges.items()}}
+    about: Json = {"runs": [run.name]}
     keys = {key for row in one["rows"] for key in row}
-    about |= {"follow": False, "frozen": True, "note": note, "meanings": told_of(watched, keys)}
+    about |= {"follow": False, "frozen": True, "note": note, "meanings": told_of(ranges, watched, keys)}
     return {"about": about, "runs": [one]}
 
 

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from agentrl.plugins.types import Json
-from agentrl.view.assets import Watched
+from agentrl.view.assets import Ranges, Watched
 
 _PACKAGE = Path(__file__).parents[1]
 _PAGE = "metrics.md"
@@ -61,8 +61,8 @@ def _text() -> str:
         return ""
 
 
-def told_of(watched: Watched, keys: Iterable[str] | None = None) -> Json:
-    """What the page reads: `metrics`, `watched` and `conditions`, of these metrics alone where they are given."""
+def told_of(ranges: Ranges, watched: Watched, keys: Iterable[str] | None = None) -> Json:
+    """What the page reads: `ranges`, `metrics`, `watched` and `conditions`, of these metrics alone if given."""
     names = None if keys is None else set(keys)
     metrics = {
         name: one
@@ -72,6 +72,7 @@ def told_of(watched: Watched, keys: Iterable[str] | None = None) -> Json:
     there = {key: list(found) for key, found in watched.items() if names is None or key in names}
     wanted = {name for found in there.values() for name in found}
     return {
+        "ranges": {name: list(bounds) for name, bounds in ranges.items()},
         "metrics": metrics,
         "watched": there,
         "conditions": {name: said for name, said in conditions().items() if name in wanted},

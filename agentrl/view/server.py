@@ -181,10 +181,8 @@ def _selection(shown: Shown, body: Mapping[str, Json]) -> tuple[str, bytes]:
 
 def about(shown: Shown, query: Mapping[str, str]) -> Json:
     """What does not change while the page is open."""
-    ranges = {name: list(bounds) for name, bounds in shown.ranges().items()}
     return {
         "runs": shown.catalog.chosen(),
-        "ranges": ranges,
         "follow": shown.follow,
         "frozen": False,
         "note": "",
@@ -225,7 +223,7 @@ def _why(shown: Shown, query: Mapping[str, str]) -> Json:
 
 _ANSWERS: dict[str, Callable[[Shown, Mapping[str, str]], Json]] = {
     "about": about,
-    "meanings": lambda shown, query: told_of(shown.watched()),
+    "meanings": lambda shown, query: told_of(shown.ranges(), shown.watched()),
     "runs": lambda shown, query: shown.catalog.listing(),
     "state": _states,
     "metrics": lambda shown, query: _run(shown, query).metrics(_whole(query, "start"), query.get("of", "")),

@@ -22,7 +22,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_samples_of_all_splits_unsolved_ones_first(page: Path) -> None:
     data = embedded(page)
     (run,) = data["runs"]
-    assert data["about"]["ranges"] == {"a": [0.5, None]}
+    assert data["about"]["meanings"]["ranges"] == {"a": [0.5, None]}
     assert {file["name"] for file in run["state"]["files"]} == {
         "eval_test_0.parquet", "eval_test_2.parquet", "eval_large_0.parquet", "eval_large_2.parquet", "step_2.parquet",
     }  # fmt: skip

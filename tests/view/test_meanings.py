@@ -43,7 +43,7 @@ def test_what_is_said_as_above_is_said_whole() -> None:
 
 def test_conditions_are_told_with_the_metrics_that_they_watch() -> None:
     assert conditions().keys() >= CONDITIONS.keys()
-    found = told_of(WATCHED, ["train/entropy", "tool/calculator/calls", "nothing"])
+    found = told_of({}, WATCHED, ["train/entropy", "tool/calculator/calls", "nothing"])
     assert found["metrics"].keys() == {"train/entropy", "tool/<name>/calls", "tool/<name>/<key>", "train/<metric>"}
     assert "entropy_collapse" in found["watched"]["train/entropy"]
     assert found["conditions"]["entropy_collapse"].startswith("entropy below a tenth")

@@ -16,7 +16,7 @@ const VIEWS = { runs: runsView, overview: overviewView, curves: curvesView, samp
 const TABS = [["runs", "Runs"], ["overview", "Overview"], ["curves", "Curves"], ["samples", "Conversations"], ["errors", "Errors"], ["time", "Time"], ["log", "Log"]];
 const OF_SAMPLES = new Set(["samples", "errors", "time", "sample", "side"]); // views that read samples
 const EVERY = 2000; // milliseconds between two looks at what is new
-const FIRST = 8, AT_ONCE = 48; // files whose index is asked for together, at first and later
+const FIRST = 2, AT_ONCE = 48; // files whose index is asked for together, at first and later
 const KEYS = [
   ["1 to 7", "runs, overview, curves, conversations, errors, time, log"],
   ["/", "filter or search"],
@@ -99,7 +99,7 @@ class App {
   constructor(source) {
     this.source = source;
     this.names = []; // of the runs that are shown
-    this.meanings = { metrics: {}, watched: {}, conditions: {} };
+    this.meanings = { ranges: {}, metrics: {}, watched: {}, conditions: {} };
     this.runs = [];
     this.samples = new Samples();
     this.view = null;
@@ -208,9 +208,6 @@ class App {
   async begin() {
     replace(document.getElementById("app"), this.frame());
     this.about = await this.source.about();
-    this.source.meanings().then((found) => {
-      this.meanings = found;
-    }).catch(() => {}); // then metrics stand without
     await this.select(this.place().runs ?? this.about.runs);
     addEventListener("hashchange", (event) => {
       if (location.hash.startsWith("#token=")) return location.reload(); // the address of a server that was started anew
@@ -285,6 +282,19 @@ class App {
     if (OF_SAMPLES.has(this.name) && this.runs.some((run) => !run.whole)) return this.load(); // opened meanwhile
     this.ready = true;
     this.view?.ready?.();
+    await this.explain();
+  }
+
+  // Ask what metrics mean, once what is shown was read.
+  async explain() {
+    if (this.explained) return;
+    this.explained = true;
+    try {
+      this.meanings = await this.source.meanings();
+    } catch (error) {
+      if (!error.answered) throw error; // else metrics stand without
+    }
+    this.update();
   }
 
   async loadRun(run, i, wanted) {

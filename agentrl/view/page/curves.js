@@ -46,7 +46,7 @@ function meaning(app, key) {
   const { metrics, watched, conditions } = app.meanings;
   const own = key.startsWith("eval/") || key.startsWith("env/") || key.startsWith("reward/");
   const one = named(metrics, key) ?? {};
-  const range = named(app.about.ranges, key);
+  const range = named(app.meanings.ranges, key);
   const found = [["means", one.meaning ?? (own ? "" : "a metric of your own: nothing is written of it")], ["healthy", [range && bounds(range), one.healthy].filter(Boolean).join("; ")], ["else", one.remedy], ["computed in", one.where && h("code", null, one.where)],
     ["interval", app.runs.some((run) => run.band(key).length) && "the band: 95 %, over tasks"]];
   const health = (watched[key] ?? []).map((name) => h("li", null, h("b", null, name.replaceAll("_", " ")), `: ${brief(conditions[name] ?? "")}`));
@@ -109,7 +109,7 @@ export function curvesView(app, params) {
     if (slot.querySelector(".meaning:not([hidden])")) return; // somebody reads it
     const key = slots.get(slot);
     const lines = app.runs.map((run, shade) => lineOf(run, shade, key)).filter((line) => line.points.length);
-    const range = named(app.about.ranges, key);
+    const range = named(app.meanings.ranges, key);
     const note = outside(range, lines) ? h("span", { class: "bad" }, " outside of its healthy range") : null;
     const figure = chart({ title: key, told: heading(app, key), lines, range, log: state.log, smooth: state.smooth, note, axis: unit[0] });
     replace(slot, figure ?? h("figure", { class: "chart" }, h("figcaption", null, heading(app, key)), h("p", { class: "soft" }, "no positive value")));

@@ -198,7 +198,7 @@ export function samplesView(app, params) {
     const i = app.list[index];
     const { column } = samples;
     const cells = columns.map((key) => {
-      const link = () => h("a", { href: app.linkOf(i), tabindex: -1, "aria-label": `conversation of ${column.task[i]}` }, h("span", { class: "text" }, prompt(i)));
+      const link = () => h("a", { href: app.linkOf(i), tabindex: -1 }, h("span", { class: "hidden" }, `conversation of ${column.task[i]} `), h("span", { class: "text" }, prompt(i)));
       const value = valueOf(samples, key);
       const inside = key === "mark" ? mark(column, i) : key === "prompt" ? link() : (WRITTEN[key] ?? plain)(value === null ? null : value(i));
       return h("span", { role: "cell", class: `p${shape(key)[2]} ${key === "prompt" ? key : ""}${isNumber(key) ? " number" : ""}` }, inside);

@@ -494,18 +494,12 @@ def test_the_frozen_page_shows_the_same_without_a_server(browser: Browser, tmp_p
     browser.open(page.as_uri())
     browser.until(READY)
     kept = len(embedded(page)["runs"][0]["samples"])
-<<<<<<< HEAD
-    for place, until in VIEWS.items():
-        go(browser, place, until)
+    assert faults(browser, VIEWS) == []
     go(browser, "#samples?q=owned AND tool:calculator", "app.list.length === 2")
     go(browser, sample("step_2.parquet", 1), "document.querySelector('details.more')")
     browser.evaluate("document.querySelector('details.more').open = true")
     browser.until("document.querySelector('.more .data')")
     assert browser.evaluate("document.querySelector('.say, textarea')") is None  # nothing can be written there
-=======
-    assert faults(browser, VIEWS) == []
-    go(browser, "#samples?q=owned", "app.list.length === 2")
->>>>>>> 97782e8e (Pass the axe of today, the frozen page too, and ask what metrics mean once all is read)
     go(browser, "#samples", f"app.list.length === {kept}")
     assert browser.errors == []
     assert browser.evaluate("globalThis.owned") is None

@@ -255,9 +255,8 @@ def left_out(trajectory: Trajectory, learned: Learned | None, group: str | None)
 def note_schemas(schemas: Iterable[Mapping[str, Json]]) -> None:
     """Remember the schemas of tools, so that files of samples that have these tools hold them."""
     for schema in schemas:
-        function = schema.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if isinstance(name, str) and (name in _offered or len(_offered) < _MOST_NAMES):
+        name = _tool_name(schema)
+        if name is not None and (name in _offered or len(_offered) < _MOST_NAMES):
             _offered[name] = without_known(as_json(schema))
 
 
@@ -270,7 +269,13 @@ def read_schemas(path: Path) -> list[dict[str, Json]]:
         found = loads(text)
     except (ValueError, RecursionError):
         return []
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [one for one in found if _tool_name(one) is not None] if isinstance(found, list) else []
+
+
+def _tool_name(schema: Json) -> str | None:
+    function = schema.get("function") if isinstance(schema, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def _with_schemas(names: Iterable[str]) -> dict[bytes, bytes]:

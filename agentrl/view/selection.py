@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentrl.errors import UserError
-from agentrl.images import FOLDER as IMAGES
 from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
 from agentrl.view.store import RunStore, column
@@ -137,14 +136,15 @@ def as_conversations(samples: Sequence[Chosen], names: Json) -> bytes:
         raise UserError(f"at most {_MOST_TOLD} conversations at once: choose fewer, or label them: `agentrl data RUN`")
     lines = []
     for one in samples:
-        records = read_records(one.run.path(one.file))
+        path = one.run.path(one.file)
+        records = read_records(path)
         said = read_notes(one.run.folder)
         if not all(0 <= row < len(records) for row in one.rows):
             raise UserError(f"{one.file}: changed meanwhile: choose again")
         for row in one.rows:
             notes = said.get(str(records[row].get("request")))
             unlearned = notes.turns("bad") if notes else ()
-            lines += [dumps(told) for told in conversation(records[row], one.run.folder / IMAGES, unlearned)]
+            lines += [dumps(told) for told in conversation(records[row], path, unlearned)]
     return "".join(line + "\n" for line in lines).encode()
 
 

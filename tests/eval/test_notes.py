@@ -102,6 +102,7 @@ def test_what_is_labelled_is_read_by_sft_and_by_the_reward_model(
     talks = [read_row(row, "openai") for row in rows]
     answers = {talk.messages[-1]["content"]: talk for talk in talks}
     assert set(answers) == {"#### 1", "left", "right"}
+    assert [tool["function"]["name"] for tool in answers["#### 1"].tools or ()] == ["calculator"]
     assert answers["#### 1"].flags == (None, False, None, None)  # its call is not learned
     reader = PairReader(load_tokenizer(ModelSection(path=str(embedded_path()))), 4096)
     pairs = reader.read(RewardModelSection(source=[str(out / "pairs.jsonl")]))

@@ -95,7 +95,9 @@ def learned(groups: Sequence[Group]) -> list[Learned]:
 def run_folder(path: Path, tasks: int = 10, steps: int = 2, recipe: bool = True) -> Path:
     """A run's folder: evaluations of two splits before and after, `steps` steps of two groups, metrics."""
     path.mkdir(parents=True, exist_ok=True)
-    note_schemas([{"type": "function", "function": {"name": "calculator", "description": HOSTILE}}])
+    takes = {"type": "object", "properties": {"expression": {"type": "string"}}}
+    calculator = {"name": "calculator", "description": HOSTILE, "parameters": takes}
+    note_schemas([{"type": "function", "function": calculator}])
     writer = journal(path)
     rows: list[dict[str, Any]] = [{"step": 0, "eval/test/accuracy": 0.5}]
     for step in range(1, steps + 1):

@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -71,6 +71,50 @@ def _typed(answer: str, kind: str) -> Json:
 
 
 @dataclass(slots=True)
+class Stored:
+    """What tasks hold that may be right: in their data, and beside them."""
+
+    env: Environment
+    """Whose tasks they are."""
+    found: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """By task what was found already; an empty list stands for a place that is empty."""
+    error: str = ""
+    """What the environment raised when it was asked; empty: nothing."""
+
+    def of(self, task: Task) -> dict[str, list[str]]:
+        """The values of a task that may be answers, by path."""
+        if task.id not in self.found:
+            beside: Mapping[str, Json] = {}
+            try:
+                beside = guarded(f"stored of task {task.id}", lambda: dict(self.env.stored(task)))
+            except UserError as error:
+                self.error = self.error or str(error)
+            self.found[task.id] = dict((*leaves(task), *_leaves(beside, "")))
+        return self.found[task.id]
+
+    def fields(self, tasks: Sequence[Task]) -> list[str]:
+        """Paths that all tasks have, those whose name says that they hold what is right first."""
+        shared = Counter(path for task in tasks for path, values in self.of(task).items() if values)
+        every = [path for path, count in shared.items() if count == len(tasks)]
+        named = list(filter(_names_answer, every))
+        rest = [path for path in every if path not in named and not ASIDE.search(path)]
+        return [*named, *rest]
+
+    def named(self, tasks: Sequence[Task]) -> list[str]:
+        """Those whose name says it."""
+        return list(filter(_names_answer, self.fields(tasks)))
+
+    def empty(self, tasks: Sequence[Task]) -> str:
+        """A path where all tasks should hold what is right, and where there is nothing; empty: none is."""
+        named = (path for path, values in self.of(tasks[0]).items() if not values and _names_answer(path))
+        return next((path for path in named if all(self.of(task).get(path) == [] for task in tasks)), "")
+
+
+def _names_answer(path: str) -> bool:
+    return NAMES.search(path.rpartition(".")[2].lower()) is not None
+
+
+@dataclass(slots=True)
 class Oracle:
     """How tasks are done well, as far as that is known."""
 
@@ -80,12 +124,12 @@ class Oracle:
     """How a final answer is said; None: not known."""
     field: str = ""
     """The path of the stored answer in a task; empty: not known."""
-    environment: Environment | None = None
-    """The environment, which demonstrates or solves."""
+    stored: Stored | None = None
+    """What tasks hold; its environment demonstrates or solves."""
 
     def truths(self, task: Task) -> list[str]:
         """The stored answers of a task; none where they are not known."""
-        return dict(leaves(task)).get(self.field, []) if self.field else []
+        return self.stored.of(task).get(self.field, []) if self.field and self.stored is not None else []
 
     def script(self, task: Task) -> Script:
         """The player that does a task well. Raises UserError: it is not known how."""
@@ -100,8 +144,8 @@ class Oracle:
 
     def demonstrated(self, task: Task) -> list[str]:
         """The turns of the demonstration of a task. Raises UserError."""
-        env = self.environment
-        assert env is not None, "demonstrations come from an environment"
+        assert self.stored is not None, "demonstrations come from an environment"
+        env = self.stored.env
         said = guarded(f"demonstrate of task {task.id}", lambda: list(env.demonstrate(task, Random(task.id), "clean")))
         turns = list(turns_of(said))
         if not turns:
@@ -121,13 +165,13 @@ class Oracle:
         return [*turns[:-1], *self.form.turns(answer)]
 
     def _solver(self) -> Voice:
-        env = self.environment
+        stored = self.stored
 
         async def voice(seat: Seat) -> str:
-            assert env is not None
+            assert stored is not None
             workspace = seat.request.workspace
             if workspace is not None:
-                await env.solve(seat.task, workspace, seat.number)
+                await stored.env.solve(seat.task, workspace, seat.number)
             return "Done."
 
         return voice
@@ -168,19 +212,12 @@ def _leaves(value: object, path: str, depth: int = 4) -> Iterator[tuple[str, lis
             yield path, [_plain(item) for item in value]
     elif isinstance(value, str | int | float) and len(text := _plain(value)) <= _LONG and text.strip():
         yield path, [text]
+    elif value is None:
+        yield path, []
 
 
 def _plain(value: str | float) -> str:
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def fields_of(tasks: Sequence[Task]) -> list[str]:
-    """Paths that all tasks have, those whose name says that they hold what is right first."""
-    shared: dict[str, int] = Counter(path for task in tasks for path, _ in dict(leaves(task)).items())
-    every = [path for path, count in shared.items() if count == len(tasks)]
-    named = [path for path in every if NAMES.search(path.rpartition(".")[2].lower())]
-    rest = [path for path in every if path not in named and not ASIDE.search(path)]
-    return [*named, *rest]
 
 
 def forms_of(tools: Mapping[str, Tool]) -> list[Form]:
@@ -201,18 +238,19 @@ async def find_oracle(subject: Subject, tasks: Sequence[Task], until: float) -> 
     until: when the search among stored values ends, on the clock of `time.monotonic`.
     """
     env, looked = subject.env, list(tasks[:_PROBED])
+    stored = Stored(env)
     if overridden(env, "demonstrate"):
-        oracle = Oracle("demonstrate", environment=env)
+        oracle = Oracle("demonstrate", stored=stored)
         turns: dict[str, list[str]] = {}
         for task in looked:
             with contextlib.suppress(UserError):  # of data that is read, say, or of a part of a mixture
                 turns[task.id] = oracle.demonstrated(task)
         if turns:
-            return _with_form(oracle, [task for task in looked if task.id in turns], list(turns.values()))
+            return _with_form(oracle, stored, [task for task in looked if task.id in turns], list(turns.values()))
     if overridden(env, "solve") and subject.workspaces is not None:
-        return Oracle("solve", environment=env)
-    oracle = await _stored(subject, looked, until)
-    return oracle if oracle.origin else await _stored_afresh(subject, looked, until)
+        return Oracle("solve", stored=stored)
+    oracle = await _by_field(subject, stored, looked, until)
+    return oracle if oracle.origin else await _by_field_afresh(subject, stored, looked, until)
 
 
 def overridden(env: Environment, hook: str) -> bool:
@@ -220,9 +258,9 @@ def overridden(env: Environment, hook: str) -> bool:
     return getattr(type(env), hook, None) is not getattr(Environment, hook)
 
 
-def _with_form(oracle: Oracle, tasks: Sequence[Task], turns: Sequence[Sequence[str]]) -> Oracle:
+def _with_form(oracle: Oracle, stored: Stored, tasks: Sequence[Task], turns: Sequence[Sequence[str]]) -> Oracle:
     """The oracle with the field whose value ends all demonstrations, and how they say it."""
-    for path in fields_of(tasks):
+    for path in stored.fields(tasks):
         oracle.field = path
         found: set[str] = set()
         for task, said in zip(tasks, turns, strict=True):
@@ -254,18 +292,18 @@ def _escaped(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")
 
 
-async def _stored(subject: Subject, tasks: Sequence[Task], until: float) -> Oracle:
+async def _by_field(subject: Subject, stored: Stored, tasks: Sequence[Task], until: float) -> Oracle:
     """The oracle that reads what tasks store: the field and form that solve most of them."""
-    best, best_key = Oracle(environment=subject.env), (0.0, 0.0)
+    best, best_key = Oracle(stored=stored), (0.0, 0.0)
     if not tasks:
         return best
     base = await _tried(subject, tasks, lambda task: [""])
     forms = forms_of(subject.tools_of(tasks[0]))
-    for path in fields_of(tasks)[:_FIELDS]:
+    for path in stored.fields(tasks)[:_FIELDS]:
         for form in forms:
             if time.monotonic() > until:
                 return best
-            oracle = Oracle(path, form, path, subject.env)
+            oracle = Oracle(path, form, path, stored)
             plays = await _tried(subject, tasks, oracle.script)
             key = _score(plays)
             if key > max(best_key, _score(base)):
@@ -275,14 +313,14 @@ async def _stored(subject: Subject, tasks: Sequence[Task], until: float) -> Orac
     return best
 
 
-async def _stored_afresh(subject: Subject, tasks: Sequence[Task], until: float) -> Oracle:
-    """As `_stored`, each attempt in an environment made anew: what earlier rollouts left may keep it from paying."""
+async def _by_field_afresh(subject: Subject, stored: Stored, tasks: Sequence[Task], until: float) -> Oracle:
+    """As `_by_field`, each attempt in an environment made anew: what earlier rollouts left may keep it from paying."""
     forms = forms_of(subject.tools_of(tasks[0])) if tasks else []
-    for path in fields_of(tasks)[:_AFRESH]:
+    for path in stored.fields(tasks)[:_AFRESH] if tasks else ():
         for form in forms:
             if time.monotonic() > until:
-                return Oracle(environment=subject.env)
-            oracle = Oracle(path, form, path, subject.env)
+                return Oracle(stored=stored)
+            oracle = Oracle(path, form, path, stored)
             fresh = await subject.again()
             try:
                 play = (await _tried(fresh, tasks[:1], oracle.script))[0]
@@ -290,7 +328,7 @@ async def _stored_afresh(subject: Subject, tasks: Sequence[Task], until: float) 
                 await fresh.close()
             if play.solved:
                 return oracle
-    return Oracle(environment=subject.env)
+    return Oracle(stored=stored)
 
 
 async def _tried(subject: Subject, tasks: Sequence[Task], script: Callable[[Task], Any]) -> list[Play]:

@@ -31,7 +31,8 @@ class Severity(StrEnum):
 
 
 KINDS: Mapping[str, str] = {
-    "oracle": "the verifier refuses what the environment itself calls right, or the limits cut it short",
+    "oracle": "the verifier refuses what the environment itself calls right, nothing stands where an answer should, or "
+    "the limits cut it short",
     "no_oracle": "no right answer is known: give `demonstrate`, `solve`, or a field such as `answer` to the tasks",
     "nothing": "an empty answer passes a test such as `answer in truth`, or a part is paid to everybody",
     "random": "the verifier hardly looks at the answer, or the calls alone are paid",

@@ -1,11 +1,13 @@
 """Findings about what is paid: the oracle below 1, and rewards for what was not done."""
 
+import asyncio
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from agentrl.audit.answer import NAMES, Oracle, fields_of
+from agentrl.audit.answer import Oracle
 from agentrl.audit.finding import Finding, Report, Row, Severity, found
 from agentrl.audit.policy import PARTIAL, STEER, Attempt, Knowledge, near_misses
 from agentrl.audit.subject import Play, Script, Subject, shortened
@@ -75,18 +77,21 @@ class Ledger:
 def oracle_findings(oracle: Oracle, plays: Sequence[Play], tasks: Sequence[Task]) -> list[Finding]:
     """Whether the oracle is paid. None played: nothing is known, which is bad where the tasks store an answer."""
     good = [play for play in plays if play.ok]
+    empty = _empty_findings(oracle, good, tasks)
     if not oracle.origin:
-        stored = [path for path in fields_of(tasks[:4]) if NAMES.search(path.rpartition(".")[2].lower())]
-        if stored:
-            line = f"what the tasks store as `{stored[0]}` is paid in none of the forms in which it was said"
-            return [found("no_oracle", Severity.MEDIUM, line, [task.id for task in tasks])]
+        named = "" if oracle.stored is None else next(iter(oracle.stored.named(tasks[:4])), "")
+        if named:
+            line = f"what the tasks store as `{named}` is paid in none of the forms in which it was said"
+            return [*empty, found("no_oracle", Severity.MEDIUM, line, [task.id for task in tasks])]
+        if empty:
+            return empty
         return [found("no_oracle", Severity.INFO, "it is not known what is right: whether it is paid was not seen")]
     if not good:
         line = f"the oracle (by {oracle.origin}) came to no reward in any task"
         return [found("no_oracle", Severity.MEDIUM, line, [task.id for task in tasks])]
     lost = [play for play in good if not play.solved]
     if not lost:
-        return []
+        return empty
     how = (
         f"by {oracle.origin}"
         if oracle.origin in ("demonstrate", "solve")
@@ -97,7 +102,23 @@ def oracle_findings(oracle: Oracle, plays: Sequence[Play], tasks: Sequence[Task]
     if cut := [play for play in lost if play.trajectory.finish in _LIMITS]:
         line += f"; {len(cut)} are cut short by {cut[0].trajectory.finish}"
     severity = Severity.HIGH if len(lost) * 50 >= len(good) else Severity.MEDIUM
-    return [found("oracle", severity, line, [play.task.id for play in lost], last_turn(lost[0]))]
+    return [*empty, found("oracle", severity, line, [play.task.id for play in lost], last_turn(lost[0]))]
+
+
+def _empty_findings(oracle: Oracle, good: Sequence[Play], tasks: Sequence[Task]) -> list[Finding]:
+    """Whether nothing stands where the tasks store what is right. good: the oracle's plays."""
+    if oracle.stored is None or oracle.origin in ("demonstrate", "solve"):
+        return []
+    place = oracle.stored.empty(tasks)
+    if not place:
+        return []
+    line = f"the stored answer (`{place}`) is None in all {len(tasks)} tasks, which nobody can say and no scorer pays"
+    if not good:
+        line += "; nothing else that they store is paid"
+        return [found("oracle", Severity.HIGH, line, [task.id for task in tasks])]
+    solved = sum(play.solved for play in good)
+    line += f"; what stands in `{oracle.field}` solves {solved} of {len(good)}"
+    return [found("oracle", Severity.MEDIUM, line, [task.id for task in tasks])]
 
 
 def judge(ledger: Ledger, attempt: Attempt, plays: Sequence[Play], row: Row) -> None:
@@ -137,19 +158,33 @@ def last_turn(play: Play) -> str:
 
 
 async def near_findings(
-    subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger, script: Callable[[Task, str], Script]
+    subject: Subject,
+    known: Knowledge,
+    tasks: Sequence[Task],
+    ledger: Ledger,
+    script: Callable[[Task, str], Script],
+    until: float,
 ) -> None:
-    """Play answers that lie near the right one, and note those that are taken for it."""
+    """Play answers that lie near the right one, and note those that are taken for it. until: when nothing more is
+    begun, on the clock of `time.monotonic`."""
     tried: defaultdict[str, list[Play]] = defaultdict(list)
     said: dict[int, str] = {}
     for task in tasks:
         truths = known.truths(task)
-        for name, answer in near_misses(truths[0]) if truths else ():
-            if answer in truths or any(_same(answer, truth) for truth in truths):
-                continue
-            play = await subject.play(task, script(task, answer), label="a wrong answer near the right one")
-            tried[name].append(play)
-            said[id(play)] = f"{answer!r} for {truths[0]!r}"
+        near = [
+            (name, answer)
+            for name, answer in (near_misses(truths[0]) if truths else ())
+            if answer not in truths and not any(_same(answer, truth) for truth in truths)
+        ]
+        for start in range(0, len(near), 8):
+            if time.monotonic() > until:
+                break
+            some = near[start : start + 8]
+            label = "a wrong answer near the right one"
+            playing = [subject.play(task, script(task, answer), label=label) for _, answer in some]
+            for (name, answer), play in zip(some, await asyncio.gather(*playing), strict=True):
+                tried[name].append(play)
+                said[id(play)] = f"{answer!r} for {truths[0]!r}"
     for name, plays in tried.items():
         row = ledger.enter("wrong_answer", name, plays)
         taken = [play for play in plays if play.solved]

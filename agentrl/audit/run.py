@@ -51,7 +51,7 @@ class Options:
     tasks: int = 16
     """Tasks that each attempt plays."""
     seconds: float = 45.0
-    """Wall time after which nothing more is begun."""
+    """Wall time after which nothing more is begun, from when the environment was opened."""
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Audit:
     report: Report
     """What came of it so far."""
     began: float
-    """When, on the clock of `time.monotonic`."""
+    """When it was open, on the clock of `time.monotonic`."""
     measure: Measure | None = None
     """None: tokens are estimated."""
     looked: list[Task] = field(default_factory=list)
@@ -137,7 +137,7 @@ async def audit(
         told.stage("opening")
         subject = await Subject.open(name, recipe, make, told.at)
         try:
-            run = Audit(subject, options, told, report, began, measure)
+            run = Audit(subject, options, told, report, time.monotonic(), measure)
             await _examine(run)
         finally:
             await subject.close()
@@ -160,13 +160,13 @@ async def _examine(run: Audit) -> None:
         raise UserError(f"{subject.name}: its split 'train' has no task")
     run.looked = spread(splits["train"], run.options.tasks)
     await run.stage("openings", lambda: _openings(run, splits))
-    tools = _tools(run)
-    await run.stage("schemas of tools", lambda: _now(schema_findings(list(tools.values()))))
     await run.stage("the oracle", lambda: _oracle(run))
     await run.stage("tasks in common", lambda: _now(_tasks(run, splits)))
-    await run.stage("prompts", lambda: _now(_lengths(run, tools)))
     ledger = Ledger(subject, run.oracle, report)
     await run.stage("oracle, played", lambda: _play_oracle(run, ledger))
+    tools = _tools(run)  # those of an agent are known once it has played
+    await run.stage("schemas of tools", lambda: _now(schema_findings(list(tools.values()))))
+    await run.stage("prompts", lambda: _now(_lengths(run, tools)))
     known = _knowledge(run, splits["train"])
     await run.stage("answers", lambda: _now(distribution_findings(known)))
     await run.stage("policies", lambda: _policies(run, ledger, known, tools))
@@ -242,7 +242,8 @@ def _tools(run: Audit) -> dict[str, Tool]:
 
 async def _oracle(run: Audit) -> Sequence[Finding]:
     run.oracle = await find_oracle(run.subject, run.looked, time.monotonic() + run.left / 6)
-    return []
+    error = run.oracle.stored.error if run.oracle.stored is not None else ""
+    return [found("fails", Severity.MEDIUM, error)] if error else []
 
 
 def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
@@ -332,7 +333,8 @@ async def _policies(run: Audit, ledger: Ledger, known: Knowledge, tools: Mapping
             return known.say(answer)
 
         if alone and run.left > 1:
-            await near_findings(run.subject, known, run.looked[:6], ledger, near)
+            until = time.monotonic() + run.left / 2
+            await near_findings(run.subject, known, run.looked[:6], ledger, near, until)
     return []
 
 

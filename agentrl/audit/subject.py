@@ -17,14 +17,14 @@ from agentrl.plugins.registry import tasks_of
 from agentrl.plugins.rewards import Rewards, make_rewards
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.toolbox import Toolbox, offered
-from agentrl.plugins.types import Json, Message, Task
+from agentrl.plugins.types import Json, Message, Session, Task, ToolResponse
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.agent import AgentRequest
 from agentrl.rollout.hooks import calc_rewards
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.workspaces import Workspaces, workspaces_of
-from agentrl.testing.play import Stage
+from agentrl.testing.play import Holder, Stage, asked, holder_of
 from agentrl.trajectory import FinishReason, Trajectory
 
 Make = Callable[[], Environment]
@@ -35,6 +35,18 @@ GAP = 0.15
 """Seconds for which code may hold the event loop before it counts as blocking."""
 _BEAT = 0.01
 _LETTERS = 400  # of a message that a finding shows
+
+
+class Offered(Tool):
+    """A tool that an agent offers in its call, which it runs itself."""
+
+    def __init__(self, schema: Mapping[str, Json]) -> None:
+        function = schema["function"]
+        self.name, self.description = function["name"], function.get("description") or ""
+        self.parameters = function.get("parameters") or {"type": "object", "properties": {}}
+
+    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
+        raise NotImplementedError("the agent runs its tools itself")
 
 
 @dataclass(slots=True)
@@ -52,13 +64,15 @@ class Seat:
 
     @property
     def tools(self) -> Mapping[str, Tool]:
-        """The tools that the task offers, by name."""
+        """The tools that the task offers, by name; those of the call that is to be answered, where an agent calls."""
+        if isinstance(self.request, AgentRequest):
+            return {tool.name: tool for tool in map(Offered, self.request.tree.nodes[-1].call.tools)}
         return self.request.main.tools
 
     @property
     def messages(self) -> Sequence[Message]:
         """The conversation so far."""
-        return self.request.main.messages
+        return asked(self.request)
 
 
 Voice = Callable[[Seat], Awaitable[str]]
@@ -186,6 +200,8 @@ class Subject:
     scorer: AskingScorer
     """The recipe's reward functions."""
     workspaces: Workspaces | None
+    holder: Holder | None
+    """Who calls the model in place of the built-in driver."""
     stage: Stage
     """Plays with the recipe's limits."""
     closing: AsyncExitStack
@@ -198,6 +214,8 @@ class Subject:
     """Rollouts that came to no reward."""
     tool_errors: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """By tool and error the tasks in which a tool raised."""
+    agents_tools: dict[str, Tool] = field(default_factory=dict)
+    """By name the tools that the recipe's agent has offered so far."""
     counts: Counter[str] = field(default_factory=Counter)
     """`plays`: how many rollouts were played."""
 
@@ -215,9 +233,9 @@ class Subject:
             workspaces = await workspaces_of(recipe.workspace, env, toolbox.tools)
             if workspaces is not None:
                 stack.push_async_callback(_closed, workspaces.close)
-            scorer = AskingScorer(rewards, HOOK_SECONDS)
-            stage = Stage(env, toolbox.tools, recipe.rollout, scorer, bounded(recipe), workspaces=workspaces)
-            return cls(name, recipe, make, env, toolbox, scorer, workspaces, stage, stack.pop_all(), say)
+            scorer, holder = AskingScorer(rewards, HOOK_SECONDS), await holder_of(recipe, stack)
+            stage = Stage(env, toolbox.tools, recipe.rollout, scorer, bounded(recipe), holder, workspaces)
+            return cls(name, recipe, make, env, toolbox, scorer, workspaces, holder, stage, stack.pop_all(), say)
         raise AssertionError("the stack swallows nothing")
 
     async def again(self) -> "Subject":
@@ -235,8 +253,8 @@ class Subject:
         return tasks_of(self.env, split)
 
     def tools_of(self, task: Task) -> dict[str, Tool]:
-        """The tools that a task offers. Raises UserError."""
-        return offered(task, self.toolbox.tools, self.env)
+        """The tools that a task offers, and those that the agent has offered. Raises UserError."""
+        return {**offered(task, self.toolbox.tools, self.env), **self.agents_tools}
 
     @property
     def hangs(self) -> int:
@@ -247,7 +265,7 @@ class Subject:
         """A stage where calls are not counted."""
         changes = {**bounded(self.recipe), "max_turns": 400, "max_tool_calls": 1 << 20, "max_tool_calls_per_turn": 64}
         return Stage(
-            self.env, self.toolbox.tools, self.recipe.rollout, self.scorer, changes, workspaces=self.workspaces
+            self.env, self.toolbox.tools, self.recipe.rollout, self.scorer, changes, self.holder, self.workspaces
         )
 
     async def play(
@@ -269,7 +287,10 @@ class Subject:
 
         async def turn(number: int) -> str:
             assert request is not None
-            text = await voice(Seat(task, request, rng, number))
+            seat = Seat(task, request, rng, number)
+            if self.holder is not None:
+                self.agents_tools |= seat.tools
+            text = await voice(seat)
             self.say(f"{label or 'a rollout'}, task {task.id}, turn {number + 1}")
             return text
 

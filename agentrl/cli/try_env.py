@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from agentrl.plugins.types import Task
     from agentrl.recipe.schema import Recipe
     from agentrl.rollout.request import AsyncRolloutRequest
-    from agentrl.testing.play import Holder
     from agentrl.trajectory import Trajectory
 
 FAILED = 1
@@ -71,7 +70,7 @@ async def _try(
     from agentrl.rollout.talk import PATIENCE
     from agentrl.rollout.workspaces import workspaces_of
     from agentrl.testing.agent import scripted
-    from agentrl.testing.play import Stage
+    from agentrl.testing.play import Stage, holder_of
 
     async with AsyncExitStack() as stack:
         stack.push_async_callback(env.close)
@@ -86,7 +85,7 @@ async def _try(
         if workspaces is not None:
             stack.push_async_callback(workspaces.close)
         scorer = Scorer(rewards, recipe.rollout.turn_timeout)
-        holder = await _holder(recipe, stack)
+        holder = await holder_of(recipe, stack)
         stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes, holder, workspaces)
         _introduce(task, list(tools.values()), narrator, recipe)
         play = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
@@ -105,21 +104,6 @@ async def _try(
             narrator.say(_hint(tools), style="dim")
         played = await stage.driver.drive(request)
         return _conclude(narrator, request, played, env)
-
-
-async def _holder(recipe: "Recipe", stack: AsyncExitStack) -> "Holder | None":
-    """The recipe's agent at a gateway of its own; None: the built-in driver plays."""
-    from agentrl.plugins.agent import make_agent
-    from agentrl.rollout.player import gateway_of
-    from agentrl.testing.play import Holder
-
-    if recipe.agent is None:
-        return None
-    agent, gateway = make_agent(recipe.agent, recipe.workspace is not None), gateway_of(recipe)
-    stack.push_async_callback(agent.close)
-    await gateway.start()
-    stack.push_async_callback(gateway.close)
-    return Holder(agent, recipe.agent, gateway)
 
 
 async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrator: Narrator) -> int:

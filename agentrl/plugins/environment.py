@@ -113,6 +113,11 @@ class Environment(ABC):
         `demonstrate` returned."""
         raise NotImplementedError(f"environment {self.name!r} has no summaries")
 
+    def stored(self, task: Task) -> Mapping[str, Json]:
+        """What the source of a task keeps as right beside `task.data`, by its place there, for `agentrl audit`; None
+        where the place is empty. Optional."""
+        return {}
+
     async def solve(self, task: Task, workspace: Workspace, step: int = 0) -> object:
         """Do a task in its workspace as one who knows how would, for `agentrl audit`. Optional. step: turns before this
         one, of a task that has several."""

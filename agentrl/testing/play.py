@@ -2,19 +2,23 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl.engine.base import EngineError
 from agentrl.gateway.server import Gateway
 from agentrl.plugins.agent import Agent as SolvingAgent
+from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task
+from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.agent import AgentDriver, AgentRequest
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.player import gateway_of
 from agentrl.rollout.request import AsyncRolloutRequest
 from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.workspaces import Workspaces
@@ -54,6 +58,17 @@ class Holder:
     """Of a recipe; what is counted in tokens is left out."""
     gateway: Gateway
     """Started already."""
+
+
+async def holder_of(recipe: Recipe, stack: AsyncExitStack) -> Holder | None:
+    """The recipe's agent at a gateway of its own, which `stack` closes; None: the built-in driver plays."""
+    if recipe.agent is None:
+        return None
+    agent, gateway = make_agent(recipe.agent, recipe.workspace is not None), gateway_of(recipe)
+    stack.push_async_callback(agent.close)
+    await gateway.start()
+    stack.push_async_callback(gateway.close)
+    return Holder(agent, recipe.agent, gateway)
 
 
 class Stage:

@@ -206,12 +206,12 @@ async def test_gymnasium_words_for_words(environments_venv: str) -> None:
 
 async def test_gymnasium_parts_and_numbers(environments_venv: str) -> None:
     env = foreign(environments_venv, "gymnasium", env=f"{ROOMS}:Rooms", opening="Find the vault.\n")
-    done = await played(
-        env, call("act", way=0, shout="ho"), call("act", way=1, shout="hi"), call("act", way=1, shout="a")
-    )
+    ahead = call("act", way=1, shout="a")
+    done = await played(env, call("act", way=0, shout="ho"), ahead, f"{ahead}\n{ahead}")
     await env.close()
     assert [m["content"] for m in done.messages if m["role"] != "assistant"] == [
         "Find the vault.\nroom: hall\ngold: 0", "room: hall\ngold: 0", "room: cellar\ngold: 1", "room: vault\ngold: 2",
+        "Error: the episode is over",
     ]  # fmt: skip
     assert dict(done.rewards) == {"step": 1.0}
     lake = foreign(

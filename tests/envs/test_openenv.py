@@ -67,6 +67,14 @@ async def test_calls_of_its_tools_are_steps_with_rewards(urls: dict[str, str]) -
     assert [turn.reward for turn in done.turns] == [0.0, 1.0]
 
 
+async def test_a_call_after_the_end_of_the_episode_earns_nothing(urls: dict[str, str]) -> None:
+    done = await played(OpenEnv(urls["shop"], tasks=5, **SHOP), ["\n".join([call("add", price=12)] * 3)])
+    assert [message["content"] for message in done.messages[2:]] == [
+        "thing added: 12 in all", "Error: the episode is over", "Error: the episode is over",
+    ]  # fmt: skip
+    assert dict(done.rewards) == {"step": 1.0}
+
+
 async def test_rewards_of_the_last_step_and_of_the_state(urls: dict[str, str]) -> None:
     turns = [call("act", number=5), call("act", number=3)]
     assert dict((await played(OpenEnv(urls["guess"]), turns)).rewards) == {"step": pytest.approx(0.9)}

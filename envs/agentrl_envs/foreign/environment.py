@@ -206,6 +206,14 @@ class ForeignEnvironment(Environment):
             raise NotImplementedError(f"the adapter of {self.name!r} has no demonstrations")
         return _messages(self._pool.ask("demonstrate", dict(task.data), rng.getrandbits(32), style))
 
+    def stored(self, task: Task) -> Mapping[str, Json]:
+        if "stored" not in self._offers:
+            return {}
+        kept = self._pool.ask("stored", dict(task.data))
+        if not isinstance(kept, Mapping):
+            raise UserError(f"{self.name}: stored() returned {type(kept).__name__}; expected values by their place")
+        return kept
+
     async def close(self) -> None:
         await self._pool.close()
 

@@ -14,12 +14,12 @@ from agentrl.plugins.environment import Environment, LazyTasks
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, Session, Task, ToolResponse
 from agentrl_envs.openenv.server import Offer, Server
-from agentrl_envs.openenv.session import Link, Observed, RefusedError, opened
+from agentrl_envs.openenv.session import OVER, Link, Observed, RefusedError, opened
 
 TEST_SEEDS = 1_000_000_007
 """Where the seeds of held-out tasks begin, at a server that has no tasks."""
 _OWN = ("done", "reward", "metadata")
-_MODELS_FAULT = ("VALIDATION_ERROR",)
+_MODELS_FAULT = ("VALIDATION_ERROR", OVER)
 _ODD = re.compile(r"[^A-Za-z0-9_-]")
 
 

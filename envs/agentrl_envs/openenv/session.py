@@ -22,6 +22,8 @@ LARGEST = 8 << 20
 CONNECT_SECONDS = 20.0
 """Time in which a connection must stand."""
 _CLOSING = aiohttp.ClientWSTimeout(ws_close=2.0)  # how long a server may take to say goodbye
+OVER = "OVER"
+"""The code of a step that was not sent: the episode had ended."""
 FULL = "CAPACITY_REACHED"
 """What a server says that has no room for one more session."""
 _PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # between two attempts to get a session
@@ -69,6 +71,8 @@ class Link:
     """Those of the steps, in order."""
     broken: bool = False
     """Whether an answer is missing: a later one would be taken for that of the next question."""
+    over: bool = False
+    """Whether the episode has ended: a further call of the same turn must earn nothing."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def observe(self, kind: str, data: Mapping[str, Json]) -> Observed:
@@ -87,6 +91,8 @@ class Link:
         async with self._turn:
             if self.broken:
                 raise InfrastructureError(f"{self.place}: an answer of its session is missing")
+            if self.over and kind == "step":
+                raise RefusedError(OVER, "the episode is over")
             self.broken = True
             with suppress(ConnectionError):  # why it closed the connection may be waiting to be read
                 await self.socket.send_str(json.dumps(message))
@@ -95,6 +101,8 @@ class Link:
             if not isinstance(said, Mapping) or received.get("type") not in (answer, "error"):
                 raise InfrastructureError(f"{self.place} answered {kind} by {str(received)[:80]!r}")
             self.broken = False
+            if kind in ("reset", "step"):
+                self.over = said.get("done") is True
         if received["type"] == "error":
             raise RefusedError(str(said.get("code", ""))[:80], str(said.get("message", "no reason given"))[:1000])
         return said

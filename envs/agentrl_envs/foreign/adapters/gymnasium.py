@@ -91,12 +91,16 @@ class Episode:
         self._env = adapter.make(**adapter.options)
         observation, _ = self._env.reset(seed=task["seed"])
         self.messages = f"{adapter.opening}{told(observation)}"
+        self._over = False
 
     def _act(self, action: Any) -> dict[str, Any]:
+        if self._over:  # a further call of the turn that ended it
+            return {"text": "Error: the episode is over", "error": True}
         if not self._adapter.space.contains(action):
             return {"text": f"Error: {str(action)[:100]!r} is no action here: {self._adapter.space}", "error": True}
         observation, reward, terminated, truncated, _ = self._env.step(action)
-        return {"text": told(observation), "reward": float(reward), "done": bool(terminated or truncated)}
+        self._over = bool(terminated or truncated)
+        return {"text": told(observation), "reward": float(reward), "done": self._over}
 
     def call(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """A step by a tool."""

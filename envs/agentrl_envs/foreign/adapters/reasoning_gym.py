@@ -114,6 +114,12 @@ class Adapter:
             raise ValueError(f"the set {task['set']!r} stores no answers: whether one is right, its scorer tells")
         return [{"role": "assistant", "content": answer}]
 
+    def stored(self, task: dict[str, Any]) -> dict[str, Any]:
+        """The entry's `answer`, and where else an answer that is right may stand in it."""
+        entry = self._entry(task)[1]
+        beside = {f"metadata.{key}": _text(entry["metadata"].get(key)) for key in _EXAMPLES if key in entry["metadata"]}
+        return {"answer": _text(entry["answer"]), **beside}
+
 
 class Question:
     """An entry of a set."""
@@ -143,4 +149,9 @@ def stored_answer(entry: dict[str, Any]) -> str | None:
     found = entry["answer"]
     for key in _EXAMPLES:
         found = entry["metadata"].get(key) if found is None else found
+    return _text(found)
+
+
+def _text(found: Any) -> str | None:
+    """An answer as it is said; None where there is none."""
     return found if found is None or isinstance(found, str) else json.dumps(found)

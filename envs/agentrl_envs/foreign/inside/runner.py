@@ -34,7 +34,7 @@ from typing import Any
 LARGEST = 32 << 20
 """Bytes of one answer."""
 _LINE = 400  # characters of an error
-_OPTIONAL = ("task", "demonstrate", "play", "open")  # methods that an adapter may leave out
+_OPTIONAL = ("task", "demonstrate", "stored", "play", "open")  # methods that an adapter may leave out
 MAIN = 0
 """The episode number of calls of the adapter itself."""
 
@@ -107,7 +107,7 @@ class Runner:
 
     def _is_async(self, call: str) -> bool:
         """Whether a call awaits. An adapter is either async in its episodes or not, as its `open` or `play` says."""
-        method = getattr(self._adapter, call if call in _OPTIONAL[:3] else "open", None)
+        method = getattr(self._adapter, call if call in _OPTIONAL[:-1] else "open", None)
         return inspect.iscoroutinefunction(method)
 
     def _work(self, lane: "queue.SimpleQueue[Any]") -> None:
@@ -141,7 +141,7 @@ class Runner:
 
     def _call(self, call: str, number: int, given: list[Any]) -> Any:
         """What the adapter or an episode returns."""
-        if call in _OPTIONAL[:3]:
+        if call in _OPTIONAL[:-1]:
             return getattr(self._adapter, call)(*given)
         if call == "open":
             return self._opened(number, self._adapter.open(*given))

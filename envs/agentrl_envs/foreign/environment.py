@@ -1,6 +1,7 @@
 """The environment `foreign`: somebody else's, unchanged, in an interpreter of its own, played by our driver."""
 
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -44,17 +45,24 @@ _FIELDS = {"text": str | None, "images": list | None, "reward": int | float | No
 
 
 class ForeignTool(Tool):
-    """A tool of the foreign environment, by the schema that its adapter describes."""
+    """A tool of the foreign environment, by the schema that its adapter describes. checked: whether arguments that do
+    not fit it are refused before the adapter hears of them."""
 
-    def __init__(self, schema: Mapping[str, Json]) -> None:
+    def __init__(self, schema: Mapping[str, Json], checked: bool = True) -> None:
         function = schema.get("function", schema)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise UserError(f"the adapter describes a tool without a name: {str(schema)[:100]}")
         self.name = function["name"]
         self.description = function.get("description") or ""
         self.parameters = function.get("parameters") or {"type": "object", "properties": {}}
+        self._checked = checked
 
-    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
+    def check(self, arguments: Mapping[str, Json]) -> dict[str, Json]:
+        """See `Tool.check`."""
+        return super().check(arguments) if self._checked else dict(arguments)
+
+    # a parameter of theirs may be called session
+    async def execute(self, session: Session, /, **arguments: Json) -> ToolResponse:  # type: ignore[override]
         assert session.environment is not None, "an environment's own tool has its session"
         episode: Episode = session.environment.state
         said = await episode.ask("call", self.name, arguments)
@@ -110,7 +118,10 @@ class ForeignEnvironment(Environment):
         self._solved = described.get("solved", 1.0)
         self.cannot = _lacking(described.get("cannot"))
         self._offers = frozenset(described.get("offers", ()))
-        self._tools = {tool.name: tool for tool in map(ForeignTool, described.get("tools") or ())}
+        self._checked = bool(described.get("checked", True))
+        tools = [ForeignTool(schema, self._checked) for schema in described.get("tools") or ()]
+        self._tools = {tool.name: tool for tool in tools}
+        self._own: dict[str, ForeignTool] = {}  # of tasks that bring their own, by their schemas
 
     def tools(self) -> Sequence[Tool]:
         return tuple(self._tools.values())
@@ -119,9 +130,16 @@ class ForeignEnvironment(Environment):
         named = task.data.get("tools")
         if not isinstance(named, list):
             return self.tools()
-        if unknown := [name for name in named if name not in self._tools]:
-            raise UserError(f"{self.name}: task {task.id} offers {unknown[0]!r}{nearest(str(unknown[0]), self._tools)}")
-        return tuple(self._tools[name] for name in named)
+        return tuple(self._tool_of(task, one) for one in named)
+
+    def _tool_of(self, task: Task, named: Json) -> ForeignTool:
+        """A tool that a task names, or brings by its schema: the same object for the same schema."""
+        if isinstance(named, Mapping):
+            key = json.dumps(named, sort_keys=True)
+            return self._own.setdefault(key, ForeignTool(named, self._checked))
+        if named not in self._tools:
+            raise UserError(f"{self.name}: task {task.id} offers {named!r}{nearest(str(named), self._tools)}")
+        return self._tools[named]
 
     def tasks(self, split: str) -> Sequence[Task]:
         if split not in self._sizes:

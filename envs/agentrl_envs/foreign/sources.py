@@ -68,6 +68,19 @@ class ReasoningGym(_Named):
     module = "reasoning_gym"
 
 
+class Bfcl(Source):
+    """Categories of BFCL v4, without the clients of models that its package wants."""
+
+    about = "BFCL v4: a category, or a collection such as multi_turn"
+    what = "CATEGORY"
+    pins = PINS / "bfcl.txt"
+    python = ((3, 11), (3, 12))  # of tree-sitter 0.21
+
+    def sections(self, what: str, python: str) -> Mapping[str, Json]:
+        args = {"python": python, "module": "bfcl", "args": {"categories": [what], "train": [what]}}
+        return {"env": {"name": "foreign", "args": args}}
+
+
 class TextArena(_Named):
     """Games of textarena 0.7.4."""
 

@@ -106,7 +106,8 @@ class Method(Tool):
     def check(self, arguments: Mapping[str, Json]) -> dict[str, object]:
         return self._signature.check(arguments)
 
-    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
+    # a parameter of theirs may be called session
+    async def execute(self, session: Session, /, **arguments: Json) -> ToolResponse:  # type: ignore[override]
         assert session.environment is not None, "an environment's own tool has its session"
         live: Live = session.environment.state
         if self._session:

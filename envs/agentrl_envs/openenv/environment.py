@@ -39,7 +39,8 @@ class OpenEnvTool(Tool):
         except (UserError, TypeError, AttributeError, KeyError, RecursionError):
             return dict(arguments)
 
-    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
+    # a parameter of theirs may be called session
+    async def execute(self, session: Session, /, **arguments: Json) -> ToolResponse:  # type: ignore[override]
         assert session.environment is not None
         link: Link = session.environment.state
         try:

@@ -92,7 +92,8 @@ class McpTool(Tool):
     async def create(self, session: Session, **create_kwargs: Json) -> None:
         session.state = await self._server.lease(session)
 
-    async def execute(self, session: Session, **arguments: Json) -> ToolResponse:
+    # a parameter of theirs may be called session
+    async def execute(self, session: Session, /, **arguments: Json) -> ToolResponse:  # type: ignore[override]
         return await self._server.call(self.remote, arguments, session)
 
     async def release(self, session: Session, **kwargs: Json) -> None:

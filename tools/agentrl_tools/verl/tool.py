@@ -73,7 +73,8 @@ class VerlTool(Tool):
         if made is not None:
             session.state.id = made
 
-    async def execute(self, session: Session, **arguments: object) -> ToolResponse:
+    # a parameter of theirs may be called session
+    async def execute(self, session: Session, /, **arguments: object) -> ToolResponse:  # type: ignore[override]
         hidden = {key: arguments.pop(key) for key in [*arguments] if self._properties and key not in self._properties}
         given = json.dumps(arguments) if self._wants_text else arguments
         returned = await _settled(self._made.execute(session.state.id, given, **_accepted(self._made.execute, hidden)))

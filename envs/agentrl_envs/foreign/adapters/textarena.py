@@ -28,7 +28,8 @@ Opponent = Callable[[str, random.Random], str]
 
 
 class Adapter:
-    """game: an id of textarena, such as `TicTacToe-v0`. options: further arguments of the game. players: 1 or 2. seat:
+    """game: an id of textarena, such as `TicTacToe-v0`. options: further arguments of the game. players: 1 or 2; by
+    default what the game is for. seat:
     the model's, of two (-1: both in turn, by task). opponent: who has the other seat: `random` takes one of the moves
     that the game lists in brackets, or what `file.py:function` names, from the text that a player is told and random
     numbers to a move. train, held_out: how many tasks, each a seed. opening: what stands before the game's own first
@@ -40,7 +41,7 @@ class Adapter:
         self,
         game: str,
         options: dict[str, Any] | None = None,
-        players: int = 1,
+        players: int | None = None,
         seat: int = -1,
         opponent: str = "random",
         train: int = 10_000,
@@ -51,16 +52,17 @@ class Adapter:
         win: float = 1.0,
         unfinished: float | None = None,
     ) -> None:
-        if players not in (1, 2):
+        if players not in (None, 1, 2):
             raise ValueError(f"players is {players}: games for one player and for two are played")
-        self.game, self.options, self.players, self.seat = game, options or {}, players, seat
+        self.game, self.options, self.seat = game, options or {}, seat
         self.opponent = _opponent(opponent)
         self.sizes, self.seed, self.opening, self.rules = {"train": train, "test": held_out}, seed, opening, rules
         self.win = win
-        self.unfinished = (-1.0 if players == 2 else 0.0) if unfinished is None else unfinished
         if f"{game}-raw" in ta.envs.registration.ENV_REGISTRY:
             self.game = f"{game}-raw"  # without what repeats the whole game in each message
         self.name = game.partition("-v")[0].lower()
+        self.players = _players(self.game, self.options) if players is None else players
+        self.unfinished = (-1.0 if self.players == 2 else 0.0) if unfinished is None else unfinished
         ta.make(self.game, **self.options)
 
     def describe(self) -> dict[str, Any]:
@@ -96,6 +98,19 @@ class Adapter:
                 break
             said.append({"role": "user", "content": told})
         return said if said[-1]["role"] == "assistant" else said[:-1]
+
+
+def _players(game: str, options: dict[str, Any]) -> int:
+    """How many a game is for: one or two. Raises ValueError."""
+    why = ""
+    for count in (1, 2):
+        try:
+            ta.make(game, **options).reset(num_players=count, seed=0)
+        except Exception as error:  # noqa: BLE001 - games assert, or raise whatever they miss
+            why = f"{type(error).__name__}: {error}"
+        else:
+            return count
+    raise ValueError(f"{game} begins neither with one player nor with two: {why}")
 
 
 class Game:

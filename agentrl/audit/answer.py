@@ -306,7 +306,7 @@ async def _by_field(subject: Subject, stored: Stored, tasks: Sequence[Task], unt
             oracle = Oracle(path, form, path, stored)
             plays = await _tried(subject, tasks, oracle.script)
             key = _score(plays)
-            if key > max(best_key, _score(base)):
+            if key > max(best_key, _score(base)) and (key[0] > 0.0 or _names_answer(path)):
                 best, best_key = oracle, key
             if key[0] == 1.0 and _score(base)[0] < 1.0:
                 return oracle

@@ -122,8 +122,9 @@ def answers(env: ForeignEnvironment, task: Task, rng: random.Random) -> Iterator
         said = [{"role": "assistant", "content": "No."}]
     yield said
     if not any(message.get("tool_calls") for message in said):
-        function = {"name": env.tools_for(task)[0].name, "arguments": {}}
-        yield [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
+        for tool in env.tools_for(task)[:1]:  # some offer none
+            function = {"name": tool.name, "arguments": {}}
+            yield [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}]
         return
     places = [i for i, message in enumerate(said) if message.get("tool_calls")]
     place = rng.choice(places)

@@ -116,14 +116,16 @@ class Adapter:
             return [_said(self.form, _stored_calls(entry, truth, category))]
         episode, said = Several(self.form, *self.entry(task)), list[dict[str, Any]]()
         for lines in truth:
-            for line in lines:
-                call = _keyword_call(line, entry)
-                said.append(_said(self.form, [call]))
-                if self.form == "calls":
+            each = 1 + len(lines) // prompts.MAXIMUM_STEP_LIMIT  # calls a step: a turn has so many steps at most
+            for start in range(0, len(lines), each):
+                calls = [_keyword_call(line, entry) for line in lines[start : start + each]]
+                said.append(_said(self.form, calls))
+                if self.form == "text":
+                    said += episode.step(said[-1]) or []
+                    continue
+                for call in calls:
                     ((name, arguments),) = call.items()
                     said.append({"role": "tool", "content": episode.call(name, arguments)})
-                else:
-                    said += episode.step(said[-1]) or []
             said.append({"role": "assistant", "content": "Done."})
             said += episode.step(said[-1]) or []
         episode.close()

@@ -3,6 +3,7 @@
 A task is an entry of a set: its question is the opening, and the first answer ends the rollout.
 """
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class Adapter:
         every: list[int | None] = [*self.levels] or [None]
         self.kinds = [(name, level) for level in every for name in self.names]
         self._set = lru_cache(maxsize=256)(self._made)
+        self._kept = lru_cache(maxsize=1024)(self._made_entry)
         for name, level in self.kinds:
             self._set(name, level, "train")
 
@@ -85,10 +87,15 @@ class Adapter:
         return DATASETS[name][0](config=config)
 
     def _entry(self, task: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The set of a task, and its entry."""
-        name, level = self.kinds[task["index"] % len(self.kinds)]
-        made = self._set(name, level, task["split"])
-        return made, made[task["index"]]
+        """The set of a task, and its entry, which is made once: some sets take long, and codeio's do not come out the
+        same twice."""
+        made, entry = self._kept(task["split"], task["index"])
+        return made, copy.deepcopy(entry)
+
+    def _made_entry(self, split: str, index: int) -> tuple[Any, dict[str, Any]]:
+        name, level = self.kinds[index % len(self.kinds)]
+        made = self._set(name, level, split)
+        return made, made[index]
 
     def task(self, split: str, index: int) -> dict[str, Any]:
         """The set of a task and its level."""

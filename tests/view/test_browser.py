@@ -242,6 +242,7 @@ def test_the_field_suggests_names_and_values(browser: Browser, served: Served) -
     assert browser.evaluate("[...document.querySelectorAll('[role=option] b')].map(one => one.textContent)") == [
         "finish:stop", "finish:error",
     ]  # fmt: skip
+    browser.until("document.querySelector('[aria-invalid=true]')")  # what is typed was looked at: they stay open
     browser.key("ArrowDown")
     assert browser.evaluate("document.activeElement.getAttribute('aria-activedescendant')") == "suggested-0"
     browser.key("Tab")

@@ -94,7 +94,7 @@ export function samplesView(app, params) {
   const list = new LongList(ROW, row, { tabindex: 0, role: "rowgroup", "aria-label": "samples" });
   const count = h("span", { class: "soft", role: "status" });
   const head = h("div", { class: "row head", role: "row" });
-  const bar = h("div", { class: "bar" });
+  const bar = h("div", { class: "contents" }); // what is made anew: the field keeps its focus and suggestions
   const box = h("input", { type: "search", value: filter.q ?? "", placeholder: 'text, or reward<1 AND (tool:search OR "left over") NOT label:good', "aria-label": "search conversations", role: "combobox", "aria-autocomplete": "list", "aria-expanded": "false", "aria-controls": "suggested", autocomplete: "off", spellcheck: "false" });
   const suggested = h("ul", { id: "suggested", class: "suggested", role: "listbox", "aria-label": "suggestions", hidden: true });
   const typed = later(200, () => change({ q: box.value }));
@@ -153,9 +153,6 @@ export function samplesView(app, params) {
     else if (event.key === "Enter") {
       close();
       return;
-    } else if (event.key === "Escape" && !suggested.hidden) {
-      close();
-      event.stopPropagation(); // the next one leaves the field
     } else return;
     event.preventDefault();
   });
@@ -226,7 +223,7 @@ export function samplesView(app, params) {
   function controls() {
     const focused = bar.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     const set = (name) => (value) => change({ [name]: value });
-    const found = [field];
+    const found = [];
     if (app.runs.length > 1) found.push(choice("run", [["", "all"], ...app.runs.map((run, i) => [String(i), run.name])], filter.run, set("run")));
     found.push(choice("split", options("split"), filter.split, set("split")));
     const steps = [...new Set(samples.column.step)].filter((v) => v !== null && v !== undefined).sort((a, b) => a - b);
@@ -249,7 +246,6 @@ export function samplesView(app, params) {
     const fields = [...samples.fields].filter(([, values]) => values.size > 1 && values.size <= 40);
     if (fields.length) term("task field", fields.flatMap(([name, values]) => [...values].map(String).sort().map((v) => [`${name}:${quoted(v)}`, `${name}: ${v}`])));
     if (Object.keys(filter).some((key) => key !== "cols" && filter[key])) found.push(h("button", { onclick: clear }, "Clear"));
-    found.push(more);
     replace(bar, found);
     if (focused) bar.querySelector(`[aria-label="${focused}"]`)?.focus();
   }
@@ -373,7 +369,7 @@ export function samplesView(app, params) {
 
   const table = h("div", { class: "samples", role: "table", "aria-label": "samples", style: { "--columns": template(3), "--columns-2": template(2), "--columns-1": template(1) } }, h("div", { role: "rowgroup" }, head), list.element);
   const empty = h("p", { class: "empty", hidden: true });
-  const element = h("div", { class: "view full" }, h("h1", { class: "hidden" }, "Conversations"), bar, count, table, empty);
+  const element = h("div", { class: "view full" }, h("h1", { class: "hidden" }, "Conversations"), h("div", { class: "bar" }, field, bar, more), count, table, empty);
   const keys = {
     j: () => move(1),
     k: () => move(-1),

@@ -8,6 +8,7 @@ they run in one worker thread, so that the event loop stays responsive.
 import asyncio
 import copy
 import secrets
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
@@ -32,6 +33,7 @@ from agentrl.engine.base import (
 from agentrl.engine.grammar import Grammars, matcher_for
 from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
+from agentrl.engine.local.processes import RETURN_TICKS, SamplingProcesses, SharedWeights, deliver
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
 from agentrl.engine.local.slots import Request
@@ -47,9 +49,6 @@ if TYPE_CHECKING:
     from agentrl.weights.source import WeightSource
 
 INLINE_SECONDS = 0.025  # maximum duration of a step in the event loop's thread
-RETURN_TICKS = 4
-"""Maximum iterations of the event loop to wait before the next step after requests have finished: with an instant tool,
-their next turns arrive by then and do not miss a step."""
 
 
 class LocalEngine(Engine):
@@ -61,7 +60,8 @@ class LocalEngine(Engine):
     machine's, or half of the free memory of a GPU. overlap: whether to sample while the trainer changes `model`
     (`rollout.overlap`): then the engine keeps a copy of the weights, which `update_weights` refreshes. routing_replay:
     whether to tell which experts the routers of a mixture choose. tokenizer: what constraints are read by; without one
-    none is kept to.
+    none is kept to. processes: how many processes sample, each with a core and its share of max_batch and cache_bytes;
+    1: this one.
 
     Raises UserError if max_batch is less than 1, the cache cannot hold one context, or the model is not a causal
     language model.
@@ -82,6 +82,7 @@ class LocalEngine(Engine):
         overlap: bool = False,
         routing_replay: bool = False,
         tokenizer: Any = None,
+        processes: int = 1,
     ) -> None:
         if max_batch < 1:
             raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
@@ -90,7 +91,11 @@ class LocalEngine(Engine):
         self._model = model
         self.runner = runner_for(model, Routing.of(model) if routing_replay else None)
         self.images = Vision.of(model)
+        if processes > 1 and (why := _one_process(model)) is not None:
+            raise UserError(f"engine.args.processes is {processes}, but {why}: set 1")
+        max_batch = -(-max_batch // processes)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
+        room //= processes
         fits = room // self.runner.token_bytes - 1
         self._context = min(context_of(model.config), max_context or max(1, fits))
         if fits < self._context:
@@ -108,6 +113,8 @@ class LocalEngine(Engine):
         self._step_seconds = 0.0
         self._asleep = self._closed = self._updating = False
         self._partial: str | None = None  # why the weights are not those of any one step
+        self._shared = SharedWeights(model) if processes > 1 else None
+        self._apart = SamplingProcesses(processes, self.scheduler, self._grammars) if processes > 1 else None
 
     @property
     def max_context(self) -> int:
@@ -122,6 +129,11 @@ class LocalEngine(Engine):
         """The trainer's step whose weights are sampled from."""
         return self.scheduler.version
 
+    @property
+    def processes(self) -> list[int]:
+        """The ids of the processes that sample, beside this one; none where this one does."""
+        return self._apart.pids if self._apart is not None else []
+
     async def generate(
         self, ids: Sequence[int], sampling: Sampling, request_id: str, on_tokens: OnTokens | None = None
     ) -> Generation:
@@ -134,7 +146,7 @@ class LocalEngine(Engine):
         closed engine, weights that were received only in part, or an error of the model; ConstraintError for a
         constraint that cannot be kept to.
         """
-        matcher = await matcher_for(self._grammars, sampling)
+        matcher = None if self._apart is not None else await matcher_for(self._grammars, sampling)
         prompt = self._checked(ids, request_id)
         room = min(sampling.max_tokens, self._context - len(prompt))
         if room <= 0:
@@ -143,23 +155,32 @@ class LocalEngine(Engine):
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         request = Request(request_id, prompt, sampling, key, room, future, on_tokens=on_tokens, matcher=matcher)
         self._requests[request_id] = request
-        self.scheduler.add(request)
-        self._start_loop()
+        if self._apart is not None:
+            self._apart.add(request)
+        else:
+            self.scheduler.add(request)
+            self._start_loop()
         try:
             return await future
         finally:
             del self._requests[request_id]
             if future.cancelled():
-                self.scheduler.cancel(request)
+                (self._apart or self.scheduler).cancel(request)
 
     def finish(self, request_id: str) -> None:
-        self.scheduler.finish(request_id)
+        (self._apart or self.scheduler).finish(request_id)
 
     def fork(self, request_id: str, others: Sequence[str]) -> None:
         """See `Engine.fork`. Keys and values are copied as far as the tokens agree, where a slot still holds them."""
-        self.scheduler.forks[request_id] = tuple(others)
+        if self._apart is not None:
+            self._apart.fork(request_id, others)
+        else:
+            self.scheduler.forks[request_id] = tuple(others)
 
     def abort(self, request_id: str | None = None) -> None:
+        if self._apart is not None:
+            self._apart.abort(request_id)
+            return
         for request in self.scheduler.requests():
             if request_id in (None, request.request_id):
                 _deliver(request, self.scheduler.stop(request))
@@ -182,12 +203,18 @@ class LocalEngine(Engine):
             elif self._followed is not None:
                 self._model.load_state_dict(self._followed.state_dict())
             self._partial = None
-            self.scheduler.retract()
-            self.runner.refresh()
+            if self._apart is not None and self._shared is not None:
+                self._shared.gather()
+                await self._apart.update(version)
+            else:
+                self.scheduler.retract()
+                self.runner.refresh()
             self.scheduler.version = version
         finally:
             self._updating = False
-            if self.scheduler.busy:
+            if self._apart is not None and not self._paused:
+                await self._apart.resume()
+            elif self.scheduler.busy:
                 self._start_loop()
 
     async def _receive(self, version: int, weights: "WeightSource") -> None:
@@ -202,13 +229,19 @@ class LocalEngine(Engine):
     async def sleep(self) -> None:
         """Pause decoding, and free the cache and the fused weights; requests wait until `wake`."""
         self._asleep = True
+        if self._apart is not None:
+            await self._apart.pause(asleep=True)
+            return
         await self._between_steps()
         self.scheduler.retract()
         self.runner.clear()
 
     async def wake(self) -> None:
         self._asleep = False
-        self._start_loop()
+        if self._apart is not None:
+            await self._apart.resume()
+        else:
+            self._start_loop()
 
     async def health(self) -> None:
         if self._closed:
@@ -217,6 +250,9 @@ class LocalEngine(Engine):
     async def close(self) -> None:
         """End running requests with finish `abort`, and free the memory and the worker thread."""
         self._closed = self._asleep = True
+        if self._apart is not None:
+            await self._apart.close()
+            return
         await self._between_steps()
         self.abort()
         self.scheduler.reset()
@@ -237,7 +273,9 @@ class LocalEngine(Engine):
             self._loop = asyncio.get_running_loop().create_task(self._run(), name="agentrl-local-engine")
 
     async def _between_steps(self) -> None:
-        if self._stepping is not None:
+        if self._apart is not None:
+            await self._apart.pause()
+        elif self._stepping is not None:
             await asyncio.wait([self._stepping])
 
     async def _run(self) -> None:
@@ -282,7 +320,7 @@ class LocalEngine(Engine):
         return len(over)
 
     def _fail(self, error: BaseException) -> None:
-        for request in self.scheduler.reset():
+        for request in self._requests.values() if self._apart is not None else self.scheduler.reset():
             if not request.future.done():
                 failure = EngineError(f"the local engine failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
@@ -290,12 +328,10 @@ class LocalEngine(Engine):
 
 
 def _deliver(request: Request, generation: Generation) -> None:
-    if not request.future.done():
-        _tell(request, generation.ids[request.streamed :])
-        if request.matcher is not None and request.matcher.error is not None:
-            request.future.set_exception(ConstraintError(f"the answer: {request.matcher.error}"))
-        else:
-            request.future.set_result(generation)
+    if request.matcher is not None and request.matcher.error is not None and not request.future.done():
+        request.future.set_exception(ConstraintError(f"the answer: {request.matcher.error}"))
+    else:
+        deliver(request, generation)
 
 
 def _tell(request: Request, ids: Sequence[int]) -> None:
@@ -335,3 +371,12 @@ def _default_cache_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return machine_bytes() // 4
+
+
+def _one_process(model: Any) -> str | None:
+    """Why only this process can sample from a model; None: others can, too."""
+    if not sys.platform.startswith("linux"):
+        return "only Linux has what it takes"
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return "the model is on a GPU"
+    return "the model sees images, which only this process has" if Vision.of(model) else None

@@ -15,10 +15,12 @@ are counted.
 
 import argparse
 import asyncio
+import os
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,8 +73,8 @@ def job_work(groups: int, samples: int = 8) -> list[Conversation]:
 class Local:
     """The local engine, kept for all rounds as in a training run, with an update of the weights before each round."""
 
-    def __init__(self, model: Any, rows: int) -> None:
-        self.engine = LocalEngine(model, max_batch=rows)
+    def __init__(self, model: Any, rows: int, processes: int = 1) -> None:
+        self.engine = LocalEngine(model, max_batch=rows, processes=processes)
         self.round = 0
 
     def __call__(self, work: list[Conversation]) -> None:
@@ -165,23 +167,34 @@ class Continuous:
         self.manager.stop(block=True)
 
 
+def cpu_seconds(side: object) -> float:
+    """CPU time of this process and of those that sample for a side."""
+    spent = time.process_time()
+    for pid in side.engine.processes if isinstance(side, Local) else ():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        spent += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return spent
+
+
 def measure(sides: dict[str, Callable[[list[Conversation]], None]], work: list[Conversation], rounds: int) -> None:
     """Print the tokens per second of each engine, and the ratio of `local` to it."""
     wall: dict[str, float] = {}
     cpu: dict[str, float] = {}
     for index in range(rounds + 1):
         for name, side in sides.items():
-            began, began_cpu = time.perf_counter(), time.process_time()
+            began, began_cpu = time.perf_counter(), cpu_seconds(side)
             side(work)
             if index:  # the first round warms up
                 wall[name] = min(wall.get(name, 1e9), time.perf_counter() - began)
-                cpu[name] = min(cpu.get(name, 1e9), time.process_time() - began_cpu)
+                cpu[name] = min(cpu.get(name, 1e9), cpu_seconds(side) - began_cpu)
     tokens = sum(c.tokens for c in work)
     print(f"  {'':<14}{'tokens/s':>12}{'ratio':>8}{'tokens/cpu-s':>16}{'ratio':>8}")
     for name in sides:
         ratios = wall[name] / wall["local"], cpu[name] / cpu["local"]
         print(f"  {name:<14}{tokens / wall[name]:>12.0f}{ratios[0]:>8.2f}{tokens / cpu[name]:>16.0f}{ratios[1]:>8.2f}")
-    others = [n for n in sides if n != "local"]
+    others = [n for n in sides if not n.startswith("local")]
+    if not others:
+        return
     least = [min(clock[n] for n in others) / clock["local"] for clock in (wall, cpu)]
     print(f"  local against the better of the others: {least[0]:.2f} times by the clock, {least[1]:.2f} by cpu time")
 
@@ -192,6 +205,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, default=64, help="rows of (a); (b) has twice as many conversations")
     parser.add_argument("--only", choices=["local", "generate", "continuous"], help="measure one side")
+    parser.add_argument("--processes", type=int, default=1, help="of a further side, the local engine in so many")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -206,6 +220,8 @@ def main() -> None:
         continuous = sides["continuous"]
         if options.only:
             sides = {"local": sides["local"], options.only: sides[options.only]}
+        if options.processes > 1:
+            sides[f"local x {options.processes}"] = Local(make_model(**MODEL), len(work), options.processes)
         measure(sides, work, options.rounds)
         continuous.close()  # type: ignore[attr-defined]
 

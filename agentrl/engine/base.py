@@ -142,6 +142,9 @@ class Engine(Protocol):
     chat: Chat | None = None
     """The engine's own chat if `brings_chat`."""
 
+    settled: Mapping[str, Json] = {}
+    """What of `engine.args` it chose by itself. A run writes it into its recipe, and is resumed with the same."""
+
     @staticmethod
     def missing(recipe: Recipe) -> list[str]:
         """What this machine lacks to run the engine as `recipe` says, and what of it cannot work, one line

@@ -41,6 +41,8 @@ from agentrl.rollout.workspaces import Workspaces, workspaces_of
 from agentrl.trajectory import STEP, Group, Trajectory
 
 CLOSE_SECONDS = 60.0
+MANY = 64
+"""Samples of a step from which on several processes may sample them."""
 """What the plugins of one kind may take to close, at the end of a run."""
 
 
@@ -168,6 +170,7 @@ class Player:
             overlap=recipe.rollout.overlap != "none" and not trained_elsewhere,
             routing_replay=recipe.algorithm.routing_replay,
             shared=recipe.engine.sleep,
+            processes="auto" if recipe.rollout.tasks * recipe.rollout.n >= MANY and not recipe.cluster.used else 1,
         )
         await engine.health()
         line = short_context(recipe, engine.max_context)

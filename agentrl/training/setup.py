@@ -128,6 +128,8 @@ def set_up(start: Start) -> Loop:
     begin_taught(start)
     recipe, interrupts = start.recipe, start.interrupts
     initial, player = make_player(start)
+    if player.engine.settled:
+        written = written.changed(engine={"args": {**written.engine.args, **player.engine.settled}})
     for line in introduction(recipe, start.checked, player, len(start.stored)):
         start.display.note(line)
     held_out, sampler = _prepare_tasks(start, player)

@@ -72,6 +72,14 @@ def copied(result: TrainResult, to: Path) -> Path:
     return to
 
 
+def test_a_run_of_several_sampling_processes_is_the_run_of_one(whole: TrainResult, tmp_path: Path) -> None:
+    """Also where it is stopped and goes on, with as many as its recipe says."""
+    trackers = ["train_plugins:StopsAfterThree"]
+    first = agentrl.train(job(tmp_path / "apart", engine={"args": {"processes": 2}}, track__trackers=trackers))
+    assert first.steps == 3
+    same(whole, resume_run(str(first.folder), overrides=["track.trackers=[]"]))
+
+
 def test_ctrl_c_saves_the_last_whole_step(stopped: TrainResult) -> None:
     assert stopped.interrupted
     assert stopped.steps == 3

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from agentrl.engine.base import (
 from agentrl.engine.grammar import Grammars, matcher_for
 from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
-from agentrl.engine.local.processes import RETURN_TICKS, SamplingProcesses, SharedWeights, deliver
+from agentrl.engine.local.processes import RETURN_TICKS, SamplingProcesses, SharedWeights, deliver, quickest
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
 from agentrl.engine.local.slots import Request
@@ -61,7 +61,7 @@ class LocalEngine(Engine):
     (`rollout.overlap`): then the engine keeps a copy of the weights, which `update_weights` refreshes. routing_replay:
     whether to tell which experts the routers of a mixture choose. tokenizer: what constraints are read by; without one
     none is kept to. processes: how many processes sample, each with a core and its share of max_batch and cache_bytes;
-    1: this one.
+    1: this one; `auto`: as many as take least, by the duration of a step, which is measured.
 
     Raises UserError if max_batch is less than 1, the cache cannot hold one context, or the model is not a causal
     language model.
@@ -82,7 +82,7 @@ class LocalEngine(Engine):
         overlap: bool = False,
         routing_replay: bool = False,
         tokenizer: Any = None,
-        processes: int = 1,
+        processes: int | Literal["auto"] = 1,
     ) -> None:
         if max_batch < 1:
             raise UserError(f"engine.max_batch is {max_batch}; it must be at least 1")
@@ -91,11 +91,19 @@ class LocalEngine(Engine):
         self._model = model
         self.runner = runner_for(model, Routing.of(model) if routing_replay else None)
         self.images = Vision.of(model)
-        if processes > 1 and (why := _one_process(model)) is not None:
-            raise UserError(f"engine.args.processes is {processes}, but {why}: set 1")
-        max_batch = -(-max_batch // processes)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
-        room //= processes
+        alone = _one_process(model)
+        count = 1 if processes == "auto" else processes
+        if processes == "auto":
+            if alone is None:
+                contexts = room // (
+                    self.runner.token_bytes * (1 + min(context_of(model.config), max_context or 1 << 62))
+                )
+                count = min(quickest(self.runner, max_batch), max(1, contexts))
+            self.settled = {"processes": count}
+        if count < 1 or (count > 1 and alone is not None):
+            raise UserError(f"engine.args.processes is {count}; {alone or 'it must be at least 1'}")
+        max_batch, room = -(-max_batch // count), room // count
         fits = room // self.runner.token_bytes - 1
         self._context = min(context_of(model.config), max_context or max(1, fits))
         if fits < self._context:
@@ -113,8 +121,12 @@ class LocalEngine(Engine):
         self._step_seconds = 0.0
         self._asleep = self._closed = self._updating = False
         self._partial: str | None = None  # why the weights are not those of any one step
-        self._shared = SharedWeights(model) if processes > 1 else None
-        self._apart = SamplingProcesses(processes, self.scheduler, self._grammars) if processes > 1 else None
+        self._shared: SharedWeights | None = None
+        self._apart: SamplingProcesses | None = None
+        if count > 1:
+            self._shared = SharedWeights(model)
+            self.runner.refresh()
+            self._apart = SamplingProcesses(count, self.scheduler, self._grammars)
 
     @property
     def max_context(self) -> int:
@@ -376,7 +388,7 @@ def _default_cache_bytes(device: torch.device) -> int:
 def _one_process(model: Any) -> str | None:
     """Why only this process can sample from a model; None: others can, too."""
     if not sys.platform.startswith("linux"):
-        return "only Linux has what it takes"
+        return "more than 1 needs Linux"
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return "the model is on a GPU"
-    return "the model sees images, which only this process has" if Vision.of(model) else None
+        return "it must be 1 where the model is on a GPU"
+    return "it must be 1 for a model that sees images, which only this process has" if Vision.of(model) else None

@@ -12,6 +12,7 @@ the model, does nothing else, and makes a new one in place of one that died. All
 import asyncio
 import ctypes
 import gc
+import math
 import mmap
 import os
 import pickle
@@ -24,6 +25,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,6 +34,7 @@ from torch import Tensor, nn
 
 from agentrl.engine.base import ConstraintError, EngineError, Generation, GenerationFinish, tell
 from agentrl.engine.grammar import Grammars
+from agentrl.engine.local.runner import Runner, Work
 from agentrl.engine.local.scheduler import Scheduler
 from agentrl.engine.local.slots import Request
 
@@ -42,11 +45,49 @@ DEATHS = 3
 APART = 8
 """Conversations by which a process may have more than the least busy one, so that equal prompts are computed once."""
 CLOSE_SECONDS = 10.0
+PROBE_TOKENS = 127
+SLOW_SECONDS = 0.25
+GAIN = 1.25
+"""Quotient of durations from which on several processes are worth it."""
 _ALIGNMENT = 64
 _HEADER = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
 Command = tuple[Any, ...]
 """Its name, and what belongs to it. It is pickled: both ends are ours."""
+
+
+def quickest(runner: Runner, rows: int) -> int:
+    """How many processes decode `rows` conversations quickest: as many as there are cores, or fewer where a step of
+    each one's share takes as long. A step that takes so long that its weights are most of it is left to one."""
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    counts = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if count <= min(cores, rows)]
+    took: dict[int, float] = {}
+    _step_seconds(runner, 1)  # the first step lays out the weights
+    for count in counts:
+        torch.set_num_threads(threads if count == 1 else 1)
+        took[count] = _step_seconds(runner, -(-rows // count))
+        if took[1] > SLOW_SECONDS:
+            break
+    torch.set_num_threads(threads)
+    best = min(took.values())
+    if took[1] > SLOW_SECONDS or took[1] < GAIN * best:
+        return 1
+    return next(count for count in counts if took[count] <= best * 1.1)
+
+
+def _step_seconds(runner: Runner, rows: int) -> float:
+    """The least duration of a step of decoding, behind PROBE_TOKENS tokens in each row."""
+    runner.resize(rows, PROBE_TOKENS + 1)
+    ids, active = np.zeros(rows, np.int64), np.ones(rows, np.bool_)
+    work, best = Work(ids, np.full(rows, PROBE_TOKENS), active, ()), math.inf
+    for attempt in range(5):
+        began = perf_counter()
+        runner.forward(work)
+        best = min(best, perf_counter() - began)
+        if attempt and best > SLOW_SECONDS:
+            break
+    runner.resize(0, 0)
+    return best
 
 
 class SharedWeights:
@@ -290,16 +331,19 @@ class SamplingProcesses:
     async def _read(self, process: _Process) -> None:
         """Take what a process says, until it dies; then make it anew."""
         while not self._closed:
-            reader, process.writer = await asyncio.open_unix_connection(sock=process.socket)
+            reader, process.writer = await asyncio.open_unix_connection(sock=process.socket.dup())
             self._flush(process)
             try:
                 while True:
                     (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
                     self._take(process, pickle.loads(await reader.readexactly(size)))
             except (asyncio.IncompleteReadError, OSError):
+                pass
+            finally:  # also where the loop ends: the next one connects anew
                 process.writer.close()
                 process.writer = None
             if not self._closed:
+                process.socket.close()
                 self._replace(process)
 
     def _take(self, process: _Process, told: Iterable[Command]) -> None:

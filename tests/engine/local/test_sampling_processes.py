@@ -260,6 +260,8 @@ def test_nothing_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
 
 
 def test_each_process_must_hold_a_context(model: Any) -> None:
-    room = LocalEngine(model, max_batch=4).runner.token_bytes * 300
+    room = 300 * LocalEngine(model, max_batch=4).runner.token_bytes
     with pytest.raises(UserError, match="fewer than one context of 256"):
-        LocalEngine(model, max_batch=4, processes=2, cache_bytes=room)
+        LocalEngine(model, max_batch=4, max_context=256, processes=2, cache_bytes=room)
+    engine = LocalEngine(model, max_batch=64, processes="auto", cache_bytes=room)
+    assert (engine.max_context, engine.settled, engine.processes) == (256, {"processes": 1}, [])

@@ -116,11 +116,13 @@ class Subject:
         return player
 
     def _alone(self, recipe: Recipe) -> Recipe:
-        """`recipe` with one server: one of those on other machines, where the workers are apart too."""
+        """`recipe` with one server: one of those on other machines, where the workers are apart too. The embedded
+        engine samples in this process, whose memory is looked at."""
         args = dict(recipe.engine.args)
         elsewhere = 1 if args.pop("remote_nodes", 0) and self.apart else 0
         args |= {"remote_nodes": 1} if elsewhere else {}
         args |= {"servers": 1} if "servers" in args else {}
+        args |= {"processes": 1} if recipe.engine.name == "local" else {}
         return recipe.changed(engine={"args": args}, **({} if self.apart else {"cluster": ClusterSection()}))
 
     def publish(self, engine: "Engine", trainer: "Trainer") -> float:

@@ -274,7 +274,10 @@ class App {
     const { runs } = this;
     this.reading = runs;
     try {
-      for (const [i, run] of runs.entries()) await this.loadRun(run, i, () => runs === this.runs);
+      for (const [i, run] of runs.entries()) {
+        if (runs !== this.runs) return; // others are shown by now
+        await this.loadRun(run, i, () => runs === this.runs);
+      }
     } finally {
       if (this.reading === runs) this.reading = null;
     }

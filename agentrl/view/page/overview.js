@@ -165,7 +165,7 @@ function compared(app) {
   const trees = runs.map((run) => new Map(flat(run.state.recipes.filter((recipe) => recipe.tree).at(-1)?.tree ?? {})));
   const keys = [...new Set(trees.flatMap((tree) => [...tree.keys()]))].filter((key) => key && key !== "output" && new Set(trees.map((tree) => tree.get(key))).size > 1);
   for (const key of keys) rows.push([h("code", null, key), ...trees.map((tree) => tree.get(key) ?? "")]);
-  return h("section", null, h("h2", { tabindex: -1 }, "Side by side"), table(["", ...runs.map((run) => run.name)], rows));
+  return h("section", null, h("h2", { tabindex: -1 }, "Side by side"), h("div", { class: "beside" }, table(["", ...runs.map((run) => run.name)], rows)));
 }
 
 export function overviewView(app) {

@@ -4,8 +4,9 @@ import { h, LongList, choice, number, percent, replace, seconds, later } from ".
 
 const ROW = 34; // pixels
 const MOST = 64; // runs that are shown together
-const KEYS = 6; // keys of recipes that have a column
-const LATER = ["code.", "track.", "train.threads", "model.device"]; // keys that come last among the differences
+const FIXED = 900, WIDE = 1500; // pixels of the other columns, and from which on there is room for all of them
+const LATER = ["code.", "eval.", "track.", "train.threads", "model.device"]; // keys that come last among the differences
+const NARROW = { name: "minmax(5rem, 1fr)", state: "4.6rem", last: "4.2rem" }; // widths on a phone
 const BAD = new Set(["killed", "failed", "broken"]);
 
 const when = (time) => (time ? new Date(1000 * time).toLocaleString("en-GB", { day: "2-digit", month: "short", hour: "2-digit", minute: "2-digit" }) : "");
@@ -74,11 +75,13 @@ export function runsView(app, params) {
       ["last", "last", "7.6rem", 1, (row) => figure(row, "last"), last],
       ["reward", "reward", "3.6rem", 3, (row) => row.figures?.["reward/mean"]?.last, (row) => written("", row.figures?.["reward/mean"]?.last)],
       ["seconds", "time", "4rem", 3, (row) => row.seconds, (row) => seconds(row.seconds)],
-      ["began", "began", "7rem", 3, (row) => row.began, (row) => when(row.began)],
-      ...keys.slice(0, KEYS).map((key) => [key, short(key), "minmax(3.4rem, 1fr)", 3, (row) => comparable(row.recipe?.[key]), (row) => row.recipe?.[key] ?? ""]),
+      ...(innerWidth < WIDE ? [] : [["began", "began", "7rem", 3, (row) => row.began, (row) => when(row.began)]]),
+      ...keys.slice(0, room()).map((key) => [key, short(key), "minmax(3.6rem, 1fr)", 3, (row) => comparable(row.recipe?.[key]), (row) => row.recipe?.[key] ?? ""]),
     ];
   }
 
+  // How many keys of recipes have a column.
+  const room = () => Math.max(2, Math.floor((innerWidth - FIXED - (innerWidth < WIDE ? 0 : 125)) / 70));
   // A key by its last part, where that is no other's.
   const short = (key) => {
     const tail = (one) => one.split(".").at(-1);
@@ -159,15 +162,15 @@ export function runsView(app, params) {
     laid = columns();
     shown = ordered(rows);
     at = former === undefined ? -1 : shown.findIndex((one) => one.name === former);
-    for (const [width, most] of [["", 3], ["-2", 2], ["-1", 1]]) table.style.setProperty(`--columns${width}`, laid.filter(([, , , priority]) => priority <= most).map(([key, , size]) => (key === "last" && most === 1 ? "4.2rem" : size)).join(" "));
+    for (const [width, most] of [["", 3], ["-2", 2], ["-1", 1]]) table.style.setProperty(`--columns${width}`, laid.filter(([, , , priority]) => priority <= most).map(([key, , size]) => ((most === 1 && NARROW[key]) || size)).join(" "));
     table.setAttribute("aria-rowcount", shown.length + 1);
     const stay = list.element.scrollTop;
     const focused = list.element.contains(document.activeElement) ? document.activeElement : null;
     list.reset(shown.length);
     list.element.scrollTop = stay;
     if (focused) [...list.element.querySelectorAll("a, input")].find((one) => one.title === focused.title && one.ariaLabel === focused.ariaLabel)?.focus({ preventScroll: true });
-    const more = keys.slice(KEYS);
-    replace(count, `${shown.length} of ${all.length} runs and evaluations`, reading ? ` · reading ${reading}` : "", more.length ? h("span", { title: more.join("\n") }, ` · recipes differ in ${more.length} more keys`) : "",
+    const more = keys.slice(room());
+    replace(count, `${shown.length} of ${all.length} runs and evaluations`, reading ? ` · reading ${reading}` : "", more.length ? h("span", { title: more.join("\n") }, ` · recipes differ in ${more.length} more ${more.length === 1 ? "key" : "keys"}`) : "",
       notes.length ? h("span", { class: "bad" }, ` · ${notes.join(" · ")}`) : "");
     empty.hidden = shown.length > 0;
     replace(empty, all.length === 0 ? "No run lies there yet." : "No run is like that.");

@@ -475,6 +475,7 @@ def test_a_folder_of_runs_is_a_list_that_leads_to_them(browser: Browser, tmp_pat
         file.write("another line\n")
     browser.until("document.querySelector('.log').textContent.includes('another line')")
     assert browser.evaluate("globalThis.owned") is None
+    assert faults(browser, {"#overview": "document.querySelector('.beside')"}) == []
     browser.key("1")
     browser.until("document.querySelector('.runs .room a')")
     browser.evaluate("[...document.querySelectorAll('.runs a')].find((a) => a.textContent === 'one').click()")

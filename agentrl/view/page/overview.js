@@ -107,8 +107,8 @@ function changes(before, after) {
   return [...new Set([...a.keys(), ...b.keys()])].filter((key) => a.get(key) !== b.get(key)).map((key) => [key, a.get(key) ?? "", b.get(key) ?? ""]);
 }
 
-function table(head, rows) {
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": head.join(", ") }, h("table", null, h("thead", null, h("tr", null, head.map((text) => h("th", { scope: "col" }, text)))),
+function table(head, rows, of) {
+  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${head.join(", ")}: ${of}` }, h("table", null, h("thead", null, h("tr", null, head.map((text) => h("th", { scope: "col" }, text)))),
     h("tbody", null, rows.map((row) => h("tr", null, row.map((cell) => h("td", null, cell)))))));
 }
 
@@ -121,13 +121,13 @@ function recipes(run) {
   known.slice(1).forEach((recipe, i) => {
     const changed = changes(known[i].tree, recipe.tree);
     found.push(h("p", null, h("b", null, recipe.name), " ", h("span", { class: "soft" }, recipe.comment)));
-    found.push(table(["key", "before", "from then on"], changed));
+    found.push(table(["key", "before", "from then on"], changed, `${run.name} ${recipe.name}`));
   });
   if (known.length) {
     const all = flat(known[known.length - 1].tree);
     const body = h("div");
-    const show = (text) => replace(body, table(["key", "value"], all.filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(text.toLowerCase()))));
-    const box = h("input", { type: "search", placeholder: "filter keys", "aria-label": "filter keys of the recipe", oninput: later(80, () => show(box.value)) });
+    const show = (text) => replace(body, table(["key", "value"], all.filter(([key, value]) => `${key} ${value}`.toLowerCase().includes(text.toLowerCase())), run.name));
+    const box = h("input", { type: "search", placeholder: "filter keys", "aria-label": `filter keys of the recipe of ${run.name}`, oninput: later(80, () => show(box.value)) });
     show("");
     found.push(h("details", null, h("summary", null, `Every key of ${known[known.length - 1].name}`), box, body));
   }
@@ -140,7 +140,7 @@ function places(run) {
   if (saved.length) rows.push(["checkpoints", saved.join(", ")]);
   rows.push(["stored conversations", `${run.state.stored} files in trajectories/`]);
   if (run.state.others.length) rows.push(["beside them", run.state.others.join(", ")]);
-  return h("section", null, h("h3", null, "Where results lie"), table(["what", "where"], rows));
+  return h("section", null, h("h3", null, "Where results lie"), table(["what", "where"], rows, run.name));
 }
 
 function main(app, run) {
@@ -165,7 +165,7 @@ function compared(app) {
   const trees = runs.map((run) => new Map(flat(run.state.recipes.filter((recipe) => recipe.tree).at(-1)?.tree ?? {})));
   const keys = [...new Set(trees.flatMap((tree) => [...tree.keys()]))].filter((key) => key && key !== "output" && new Set(trees.map((tree) => tree.get(key))).size > 1);
   for (const key of keys) rows.push([h("code", null, key), ...trees.map((tree) => tree.get(key) ?? "")]);
-  return h("section", null, h("h2", { tabindex: -1 }, "Side by side"), h("div", { class: "beside" }, table(["", ...runs.map((run) => run.name)], rows)));
+  return h("section", null, h("h2", { tabindex: -1 }, "Side by side"), h("div", { class: "beside" }, table(["figure or key", ...runs.map((run) => run.name)], rows, "side by side")));
 }
 
 export function overviewView(app) {

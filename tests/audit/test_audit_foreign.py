@@ -39,7 +39,7 @@ async def test_a_set_that_stores_no_answer(environments_venv: str) -> None:
 @pytest.mark.parametrize("name", [*NO_EXAMPLE, *EXAMPLES])
 async def test_the_five_sets_that_store_none(environments_venv: str, name: str) -> None:
     found = await of_set(environments_venv, name)
-    assert set(found) == {"oracle"}
+    assert set(found) == ({"oracle", "constant"} if name == "propositional_logic" else {"oracle"})
     assert "(`answer`) is None in all 4 tasks" in found["oracle"].line
     nothing = "nothing else that they store is paid" in found["oracle"].line
     assert (found["oracle"].severity is Severity.HIGH) == nothing == (name in NO_EXAMPLE)
@@ -71,5 +71,5 @@ async def test_a_taskset_of_verifiers_that_looks_for_the_answer_anywhere(verifie
     report = await audited(section, 4, section)
     rows = {row.policy: row for row in report.best()}
     assert rows["oracle"].solved == 1.0
-    assert [f.kind for f in report.findings if f.severity is Severity.HIGH] == ["wrong_answer"]
+    assert [f.kind for f in report.findings if f.severity is Severity.HIGH] == ["injecting", "wrong_answer"]
     assert next(f.line for f in report.findings if f.kind == "constant_part").startswith("the part 'short'")

@@ -72,4 +72,3 @@ async def test_a_taskset_of_verifiers_that_looks_for_the_answer_anywhere(verifie
     rows = {row.policy: row for row in report.best()}
     assert rows["oracle"].solved == 1.0
     assert [f.kind for f in report.findings if f.severity is Severity.HIGH] == ["injecting", "wrong_answer"]
-    assert next(f.line for f in report.findings if f.kind == "constant_part").startswith("the part 'short'")

@@ -212,18 +212,22 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     for title, work in (("(a) equal lengths", equal_work(options.rows)), ("(b) the job", job_work(options.rows // 4))):
         print(f"{title}: {len(work)} conversations, {sum(c.tokens for c in work)} tokens, {options.threads} thread(s)")
-        sides: dict[str, Callable[[list[Conversation]], None]] = {
-            "local": Local(make_model(**MODEL), len(work)),
-            "generate": Generate(make_model(**MODEL)),
-            "continuous": Continuous(make_model(**MODEL)),
+        rows, sides = len(work), dict[str, Callable[[list[Conversation]], None]]()
+        made: dict[str, Callable[[], Callable[[list[Conversation]], None]]] = {
+            "local": lambda rows=rows: Local(make_model(**MODEL), rows),  # type: ignore[misc]
+            f"local x {options.processes}": lambda rows=rows: Local(make_model(**MODEL), rows, options.processes),  # type: ignore[misc]
+            "generate": lambda: Generate(make_model(**MODEL)),
+            "continuous": lambda: Continuous(
+                make_model(**MODEL)
+            ),  # its thread takes a core, also while others are measured
         }
-        continuous = sides["continuous"]
-        if options.only:
-            sides = {"local": sides["local"], options.only: sides[options.only]}
-        if options.processes > 1:
-            sides[f"local x {options.processes}"] = Local(make_model(**MODEL), len(work), options.processes)
+        for name, make in made.items():
+            if (name.startswith("local") or options.only in (None, name)) and name != "local x 1":
+                sides[name] = make()
         measure(sides, work, options.rounds)
-        continuous.close()  # type: ignore[attr-defined]
+        for side in sides.values():
+            if isinstance(side, Continuous):
+                side.close()
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ PROBE_TOKENS = 127
 SLOW_SECONDS = 0.25
 GAIN = 1.25
 """Quotient of durations from which on several processes are worth it."""
+GONE = "the sampling processes are gone"
 _ALIGNMENT = 64
 _HEADER = struct.Struct("<Q")
 _PR_SET_PDEATHSIG = 1
@@ -173,6 +174,9 @@ class SamplingProcesses:
 
     def add(self, request: Request) -> None:
         """Sample a turn; its future receives the result."""
+        if self._closed:
+            _fail(request, EngineError(GONE))
+            return
         process = self._process_of(request)
         self._serial += 1
         process.requests[self._serial] = request
@@ -288,7 +292,10 @@ class SamplingProcesses:
     def _tell(self, process: _Process, command: Command) -> None:
         """Send a command: with what else is said in this iteration of the loop, or with the next `go`."""
         process.queue.append(command)
-        loop = asyncio.get_running_loop()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # a conversation is finished after its loop: that is sent with what comes next
+            return
         if process.reader is None or process.reader.done():
             process.reader = loop.create_task(self._read(process), name=f"agentrl-sampling-{process.number}")
         if process.held and command[0] == "add":
@@ -320,6 +327,8 @@ class SamplingProcesses:
 
     async def _all(self, command: Command) -> None:
         """Send a command to every process at once, and wait until all have done it."""
+        if self._closed:
+            raise EngineError(GONE)
         loop, waiting = asyncio.get_running_loop(), []
         for process in self._processes:
             process.acknowledged = loop.create_future()
@@ -393,7 +402,7 @@ class SamplingProcesses:
         try:
             process.pid, process.socket = self._born()
         except OSError as error:
-            gone = EngineError(f"the sampling processes are gone: {error}")
+            gone = EngineError(f"{GONE}: {error}")
             for p in self._processes:
                 self._fail_all(p, gone)
                 if p.acknowledged is not None and not p.acknowledged.done():

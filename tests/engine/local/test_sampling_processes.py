@@ -1,6 +1,7 @@
 """The local engine in several processes: what it samples is what one process samples, and a dead one is replaced."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -17,12 +18,23 @@ import torch
 from processes import eventually
 from tiny_models import NO_IDS, qwen3
 
-from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
+from agentrl.constraint import Constraint, Shape
+from agentrl.engine.base import ConstraintError, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.local.processes import APART
 from agentrl.errors import UserError
+from agentrl.models.load import load_model
+from agentrl.recipe.sections.model import ModelSection
 
 VOCAB = 61
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; one that has ended and that nobody has asked for has no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
 
 
 def made(**config: Any) -> Any:
@@ -40,7 +52,7 @@ async def engine(model: Any) -> AsyncIterator[LocalEngine]:
     engine = LocalEngine(model, max_batch=32, processes=2)
     yield engine
     await engine.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in engine.processes)
+    await eventually(lambda: not any(alive(pid) for pid in engine.processes))
 
 
 async def turns(engine: LocalEngine, count: int, seed: int = 0, **changes: Any) -> list[Generation]:
@@ -207,6 +219,34 @@ async def test_a_process_that_always_dies_fails_its_turns(engine: LocalEngine, m
     assert (await engine.generate([1], Sampling(3), "s")).ids, "another one took its place"
 
 
+async def test_without_what_makes_them_anew_turns_fail_at_once(engine: LocalEngine) -> None:
+    assert engine._apart is not None
+    running = asyncio.create_task(engine.generate([1], Sampling(250), "r"))
+    await asyncio.sleep(0.02)
+    os.kill(engine._apart._nursery_pid, signal.SIGKILL)
+    for work in (running, engine.generate([1], Sampling(3), "s"), engine.update_weights(1)):
+        with pytest.raises(EngineError, match="the sampling processes are gone"):
+            await work
+
+
+async def test_constraints_are_kept_to() -> None:
+    model, tokenizer = load_model(ModelSection(), 0)
+    engine = LocalEngine(model, max_batch=8, tokenizer=tokenizer, processes=2)
+    schema = json.dumps({"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    sampling = Sampling(60, constraint=Constraint((Shape("", schema, ""),)), stop_ids=(tokenizer.eos_token_id,))
+    found = await asyncio.gather(*(engine.generate([5, 6 + i], sampling, f"c{i}") for i in range(4)))
+    for one in found:
+        assert one.allowed is not None
+        assert len(one.allowed) == len(one.ids)
+        if one.finish is GenerationFinish.STOP:
+            assert isinstance(json.loads(tokenizer.decode(one.ids[:-1]))["n"], int)
+    wrong = Sampling(60, constraint=Constraint((Shape("", '{"type": "nonsense"}', ""),)))
+    with pytest.raises(ConstraintError):
+        await engine.generate([5], wrong, "w")
+    assert (await engine.generate([5], Sampling(3), "x")).ids, "the others go on"
+    await engine.close()
+
+
 async def test_an_error_of_the_model_fails_the_turns_and_no_process(model: Any, engine: LocalEngine) -> None:
     pids = engine.processes
     kept = model.model.norm.weight.detach().clone()
@@ -254,7 +294,7 @@ def test_nothing_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
     run.kill()
     run.wait()
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
+    while any(alive(pid) for pid in pids):
         assert time.monotonic() < deadline, "a process outlived the run"
         time.sleep(0.05)
 

@@ -342,7 +342,7 @@ def test_a_run_may_keep_no_trajectories_and_has_its_folder_for_itself(
     monkeypatch.setattr(Loop, "_one_step", one_step)
     result = agentrl.train(small(tmp_path / "run", train__steps=1, eval__splits=[], track__trajectories=False))
     assert {path.name for path in result.folder.iterdir()} == {
-        "recipe.yaml", "metrics.jsonl", "report.html", "checkpoints", "code.jsonl",
+        "recipe.yaml", "metrics.jsonl", "report.html", "checkpoints", "code.jsonl", "run.log",
     }  # fmt: skip
     assert len(refused) == 2
 

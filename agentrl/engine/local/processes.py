@@ -220,7 +220,7 @@ class SamplingProcesses:
                 return
 
     async def pause(self, asleep: bool = False) -> None:
-        """Return when no process computes, until `resume`. asleep: free the memory of keys and values, too."""
+        """Wait until no process computes; none does until `resume`. asleep: free the memory of keys and values, too."""
         if asleep or self._paused is None:
             self._paused = ("sleep",) if asleep else ("pause",)
         await self._all(self._paused)

@@ -340,16 +340,19 @@ class BwrapWorkspace(Workspace):
         return {path: bytes.fromhex(data) for path, data in map(json.loads, lines.splitlines())}
 
     async def _file_call(self, request: dict[str, Json], most: int, data: bytes = b"") -> bytes:
-        """A call that moves bytes. Raises PathError with what the system said of a path, WorkspaceError."""
-        with _Pipes(data, most, whole=True) as pipes:
-            call, name = await self._ask(request, pipes.theirs()[:2])
-            await self._ended(call, name, _CALL_SECONDS)
-            if call.code:
-                raise PathError(f"{request['op']}: a program in the workspace killed it {call.stopped}".rstrip())
-            pipes.drain()
-            if pipes.out.cut:
-                raise PathError(f"{request['op']}: more than {most >> 20} MiB")
-            return pipes.out.data()
+        """A call that moves bytes, tried twice where a program in the workspace kills it, such as one that kills
+        everything. Raises PathError with what the system said of a path, WorkspaceError."""
+        for _ in range(2):
+            with _Pipes(data, most, whole=True) as pipes:
+                call, name = await self._ask(request, pipes.theirs()[:2])
+                await self._ended(call, name, _CALL_SECONDS)
+                if call.code:
+                    continue
+                pipes.drain()
+                if pipes.out.cut:
+                    raise PathError(f"{request['op']}: more than {most >> 20} MiB")
+                return pipes.out.data()
+        raise PathError(f"{request['op']}: a program in the workspace killed it {call.stopped}".rstrip())
 
     async def end_processes(self) -> None:
         call, name = await self._ask({"op": "end"}, ())

@@ -103,7 +103,7 @@ def test_tasks_that_differ_between_processes_are_found() -> None:
     assert "unsteady_tasks" in kinds(apart(Unordered))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_openings_are_measured_by_the_tokenizer_of_a_recipe() -> None:
     recipe = load_recipe("gsm8k_tool", ["rollout.max_tokens=60", "rollout.max_turn_tokens=8"])
     report = audit_apart("gsm8k_tool", recipe, tasks=2, seconds=10, measured=True)

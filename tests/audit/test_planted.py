@@ -73,7 +73,7 @@ def test_the_twin_is_not_accused(twin: type[Environment]) -> None:
 @pytest.mark.usefixtures("bubblewrap")
 @pytest.mark.parametrize(
     ("env", "kind"),
-    [(TrustsFile, "tampering"), (ShowsSolution, "exposed"), (Written, "")],
+    [(TrustsFile, "tampering"), pytest.param(ShowsSolution, "exposed", marks=pytest.mark.long), (Written, "")],
     ids=["trusts", "shows", "sound"],
 )
 def test_cheats_in_workspaces_are_tried(env: type[Environment], kind: str) -> None:

@@ -503,6 +503,7 @@ def test_whatever_a_part_raises_is_a_finding(subject: Subject) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.long
 def test_a_recipe_of_workers_is_tried_through_its_roles(subject: Subject, monkeypatch: Patch) -> None:
     """Sharded, as in a run: no check has the whole model in this process, and none copies a state."""
     subject.recipe = small(cluster__workers=2, engine__sleep=True)

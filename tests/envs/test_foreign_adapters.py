@@ -168,6 +168,7 @@ async def test_a_page_is_read_and_clicked(environments_venv: str) -> None:
     await env.close()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("chromium")
 def test_pages_keep_the_contract(environments_venv: str) -> None:
     env = foreign(environments_venv, "miniwob", task="click-button", tools=["click"], train=20, held_out=4)

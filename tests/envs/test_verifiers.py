@@ -69,6 +69,7 @@ async def test_every_run_of_a_seat_has_its_own_reward(python):
     assert played.extra["metrics"]["pass_at_n"] == 1.0
 
 
+@pytest.mark.long
 async def test_the_simulated_user_is_not_trained(python):
     async with stage_of(arguments(python, id="user-sim", user={"harness": {"id": "echo_sums"}})) as (env, stage):
         task = env.tasks("train")[0]

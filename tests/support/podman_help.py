@@ -127,6 +127,7 @@ def start(folder: Path) -> Podman:
             podman.command("system", "service", "--time=0", podman.address),
             env={**podman.env, "HTTP_PROXY": "http://name:secret-of-the-host@127.0.0.1:9"},
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            cwd=folder,  # conmon leaves a file `oom` where it stands
         )  # fmt: skip
     end = time.monotonic() + READY_SECONDS
     while not socket.exists():

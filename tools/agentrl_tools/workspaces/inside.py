@@ -17,7 +17,8 @@ IFS= read -r mark; stdin=$1 descriptors=$2 blocks=$3 folder=$4; shift 4
 exec 3>&2 2>/dev/null
 ulimit -c 0; ulimit -n "$descriptors"; ulimit -f "$blocks"
 cd -- "$folder" || { printf '%s' "$mark" >&3; exit 125; }
-if [ "$stdin" = 0 ]; then ( exec "$@" ) </dev/null 2>&3 3>&-; else head -c "$stdin" | { ( exec "$@" ) 2>&3 3>&-; code=$?; cat >/dev/null; exit $code; }; fi
+if [ "$stdin" = 0 ]; then ( exec "$@" ) </dev/null 2>&3 3>&-; else
+head -c "$stdin" | { ( exec "$@" ) 2>&3 3>&-; code=$?; cat >/dev/null; exit $code; }; fi
 code=$?; printf '%s' "$mark"; printf '%s' "$mark" >&3; exit $code
 """
 """Runs a program with so many bytes of standard input, which stay open behind them. The first line of it is a mark that

@@ -126,7 +126,10 @@ class LocalEngine(Engine):
         if count > 1:
             self._shared = SharedWeights(model)
             self.runner.refresh()
-            self._apart = SamplingProcesses(count, self.scheduler, self._grammars)
+            try:
+                self._apart = SamplingProcesses(count, self.scheduler, self._grammars)
+            except OSError as error:
+                raise UserError(f"engine.args.processes: {count} cannot be started ({error}): set 1") from error
 
     @property
     def max_context(self) -> int:

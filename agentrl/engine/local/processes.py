@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, NoReturn
 
 import numpy as np
@@ -261,8 +261,14 @@ class SamplingProcesses:
             if process.writer is not None:
                 process.writer.close()
             process.socket.close()
-        with suppress(ChildProcessError):
-            os.waitpid(self._nursery_pid, 0)
+        with suppress(ChildProcessError, ProcessLookupError):
+            end = perf_counter() + CLOSE_SECONDS
+            while os.waitpid(self._nursery_pid, os.WNOHANG)[0] == 0:
+                if perf_counter() > end:  # it hangs; its children end with it
+                    os.kill(self._nursery_pid, signal.SIGKILL)
+                    os.waitpid(self._nursery_pid, 0)
+                    return
+                sleep(0.001)
 
     def __del__(self) -> None:
         with suppress(AttributeError, OSError):
@@ -423,7 +429,10 @@ class SamplingProcesses:
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which the nursery needs
             pid = os.fork()
         if pid == 0:
-            _nurse(theirs, self._scheduler, self._grammars)
+            try:
+                _nurse(theirs, self._scheduler, self._grammars)
+            finally:  # whatever is raised: nothing of the run may go on in a copy of it
+                os._exit(1)
         gc.unfreeze()
         theirs.close()
         ours.settimeout(CLOSE_SECONDS)
@@ -470,7 +479,7 @@ def _nurse(control: socket.socket, scheduler: Scheduler, grammars: Grammars | No
     """Fork a process for each `+`, and tell how one ended; end with whoever asks."""
     _leave(control)
     torch.set_num_threads(1)
-    children: set[int] = set()
+    children, nursery = set[int](), os.getpid()
     while True:
         asked = control.recv(64)
         if not asked:
@@ -491,7 +500,7 @@ def _nurse(control: socket.socket, scheduler: Scheduler, grammars: Grammars | No
             control.close()
             ours.close()
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() == 1:  # the nursery ended before that
+            if os.getppid() != nursery:  # it ended before that
                 os._exit(0)
             _Worker(theirs, scheduler, grammars).run()
         children.add(pid)

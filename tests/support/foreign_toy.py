@@ -169,7 +169,7 @@ FAULTS = {
     "flood": _flood,
     "endless": _endless_line,
     "hold": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop": lambda: (os.kill(os.getpid(), signal.SIGSTOP), time.sleep(600)),  # this thread may run on for a moment
     "orphan": _orphan,
     "memory": lambda: bytearray(4 << 30),
     "raise": lambda: _raise(ValueError("no such thing")),

@@ -3,10 +3,12 @@
 Each equals its textbook expression up to rounding; the tests compare values and gradients with it.
 """
 
+import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,10 @@ from agentrl.constraint import Masks
 from agentrl.models.autograd import Context
 from agentrl.models.dense import linear
 
+log = logging.getLogger(__name__)
+
+FUSED = ("cuda",)
+"""Types of device on which compiled functions read the logits of the output layer."""
 CHUNK = 1 << 22
 """Logits in memory at once, in elements: 16 MiB of float32, unless that is less than CHUNK_ROWS rows."""
 CHUNK_ROWS = 512
@@ -23,8 +29,15 @@ CHUNK_ROWS = 512
 GPU_ROWS = 1024
 """Minimum rows of a chunk on a GPU, where products need more rows and each chunk writes a gradient of the output
 layer."""
+FUSED_ROWS = 2048
+"""Minimum rows of a chunk whose logits are read by fused kernels: they hold no float32 copy of the logits, of which
+`GPU_ROWS` rows take as much memory."""
+FUSED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
+"""Largest difference of the fused kernels from the plain ones, as a share of the largest value."""
 SLICE = 1 << 24
 """Elements of the gradient of the output layer that are added at once: each addition holds as many besides."""
+GPU_SLICE = 1 << 27
+"""The same on a GPU, whose products are faster in one piece."""
 KEPT = 1 << 25
 """Probabilities kept for the backward pass, in elements; more are computed again."""
 
@@ -116,7 +129,8 @@ class TokenLogprobs(torch.autograd.Function):
     """hidden [N, D], head [V, D], bias [V] or None, target [N] -> log p(target) [N] and entropy [N], in nats.
 
     p = softmax((hidden head^T + bias) / temperature). In both passes logits exist in chunks of CHUNK elements (or
-    CHUNK_ROWS rows), never [N, V] at once. Gradients of head and bias are summed over chunks in float32.
+    CHUNK_ROWS rows), never [N, V] at once. Gradients of head and bias are summed over chunks in float32. On a CUDA
+    device `row_statistics` and `slopes` read the logits, compiled, where they can (see `_fuses`).
     """
 
     @staticmethod
@@ -128,6 +142,17 @@ class TokenLogprobs(torch.autograd.Function):
         masks: which tokens p is of, where not of all."""
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
+        if masks is None and _fuses(hidden.device, hidden.dtype, len(head)):
+            log_sum = torch.empty_like(logprobs)
+            for rows in _chunks(hidden, head, fused=True):
+                logits = linear(hidden[rows], head, bias)
+                found = _compiled(row_statistics)(logits, target[rows], 1 / temperature)
+                del logits  # before the next chunk is there
+                logprobs[rows], entropy[rows], log_sum[rows] = found
+            ctx.kept, ctx.temperature, ctx.masks = [], temperature, None
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(hidden, head, *([] if bias is None else [bias]), target, entropy, log_sum)
+            return logprobs, entropy
         if not wanted:
             for rows in _chunks(hidden, head):
                 log_p = _log_softmax(hidden[rows], head, bias, temperature, masks, rows)
@@ -145,13 +170,15 @@ class TokenLogprobs(torch.autograd.Function):
             del p  # before the next chunk is there
         ctx.kept, ctx.temperature, ctx.masks = kept, temperature, masks
         ctx.set_materialize_grads(False)  # an entropy that the loss does not use costs nothing
-        ctx.save_for_backward(hidden, head, *([] if bias is None else [bias]), target, entropy)
+        none = logprobs.new_empty(0)
+        ctx.save_for_backward(hidden, head, *([] if bias is None else [bias]), target, entropy, none)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: _OfTokens, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of hidden, head and bias."""
-        hidden, head, *biases, target, entropy = ctx.saved_tensors
+        hidden, head, *biases, target, entropy, log_sum = ctx.saved_tensors
+        fused = len(log_sum) == len(hidden) > 0
         d_logprobs = torch.zeros_like(entropy) if gradients[0] is None else gradients[0]
         d_entropy = gradients[1]
         bias = biases[0] if biases else None
@@ -160,16 +187,22 @@ class TokenLogprobs(torch.autograd.Function):
         d_bias = None
         if bias is not None and ctx.needs_input_grad[2]:
             d_bias = torch.zeros_like(bias, dtype=torch.float32)
-        for i, rows in enumerate(_chunks(hidden, head)):
-            p = ctx.kept[i] if ctx.kept else None
-            if p is None:
-                p = _log_softmax(hidden[rows], head, bias, ctx.temperature, ctx.masks, rows).exp_()
+        for i, rows in enumerate(_chunks(hidden, head, fused)):
             slope = None if d_entropy is None else d_entropy[rows]
-            d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], slope, kept=bool(ctx.kept))
-            del p
-            if ctx.temperature != 1.0:
-                d_logits.mul_(1 / ctx.temperature)
-            d_logits = d_logits.to(hidden.dtype)
+            if fused:
+                logits = linear(hidden[rows], head, bias)
+                of_rows = target[rows], log_sum[rows], entropy[rows], d_logprobs[rows], slope
+                d_logits = _compiled(slopes)(logits, *of_rows, 1 / ctx.temperature)
+                del logits
+            else:
+                p = ctx.kept[i] if ctx.kept else None
+                if p is None:
+                    p = _log_softmax(hidden[rows], head, bias, ctx.temperature, ctx.masks, rows).exp_()
+                d_logits = _d_logits(p, target[rows], entropy[rows], d_logprobs[rows], slope, kept=bool(ctx.kept))
+                del p
+                if ctx.temperature != 1.0:
+                    d_logits.mul_(1 / ctx.temperature)
+                d_logits = d_logits.to(hidden.dtype)
             d_hidden[rows] = linear(d_logits, head.t())
             if d_head is not None:
                 _add_product(d_head, d_logits, hidden[rows])
@@ -177,6 +210,74 @@ class TokenLogprobs(torch.autograd.Function):
                 d_bias += d_logits.sum(0)
             del d_logits
         return d_hidden, _as(head, d_head), _as(bias, d_bias), None, None, None, None
+
+
+def row_statistics(logits: Tensor, target: Tensor, inverse: float) -> tuple[Tensor, Tensor, Tensor]:
+    """logits [n, V], target [n] -> the log-prob of each target, the entropy, and log of the sum of exp(logits *
+    inverse), each float32 [n], in nats. To be compiled: two readings of the logits and no copy of them."""
+    scaled = logits.float() * inverse
+    largest = scaled.amax(-1, keepdim=True)
+    shifted = scaled - largest
+    weight = shifted.exp()
+    total = weight.sum(-1)
+    log_sum = total.log()
+    entropy = log_sum - (weight * shifted).sum(-1) / total
+    log_sum = log_sum + largest[:, 0]
+    return logits.gather(1, target[:, None])[:, 0].float() * inverse - log_sum, entropy, log_sum
+
+
+def slopes(
+    logits: Tensor, target: Tensor, log_sum: Tensor, entropy: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None,
+    inverse: float,
+) -> Tensor:  # fmt: skip
+    """The gradient [n, V] of the logits, in their type, from those of what `row_statistics` gives. To be compiled."""
+    log_p = logits.float() * inverse - log_sum[:, None]
+    hit = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
+    slope = torch.where(hit, d_logprobs[:, None], 0.0)
+    if d_entropy is None:
+        slope = slope - log_p.exp() * d_logprobs[:, None]
+    else:
+        slope = slope - log_p.exp() * (d_logprobs[:, None] + d_entropy[:, None] * (log_p + entropy[:, None]))
+    return (slope * inverse).to(logits.dtype)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for any number of rows and this size of the vocabulary."""
+    compiled = torch.compile(function, fullgraph=True)
+
+    def call(logits: Tensor, *others: Any) -> Any:
+        torch._dynamo.maybe_mark_dynamic(logits, 0)
+        for other in others:
+            if isinstance(other, Tensor):
+                torch._dynamo.maybe_mark_dynamic(other, 0)
+        return compiled(logits, *others)
+
+    return call
+
+
+@functools.cache
+def _fuses(device: torch.device, dtype: torch.dtype, vocabulary: int) -> bool:
+    """Whether the compiled functions run there and give what the plain ones do; tried once a process, on few rows."""
+    if device.type not in FUSED:
+        return False
+    given = torch.Generator(device).manual_seed(0)
+    logits = torch.randn(5, vocabulary, generator=given, device=device).mul_(3).to(dtype)
+    target, (d_logprobs, d_entropy) = logits.argmax(-1), torch.randn(2, 5, generator=given, device=device)
+    try:
+        for d_maybe in (None, d_entropy):
+            found: list[Tensor] = []
+            wanted: list[Tensor] = []
+            for results, kind in ((found, _compiled), (wanted, lambda plain: plain)):
+                results += kind(row_statistics)(logits, target, 1.0)
+                results += [kind(slopes)(logits, target, results[2], results[1], d_logprobs, d_maybe, 1.0).float()]
+            off = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True))
+            if not off <= FUSED_TOLERANCE[dtype]:
+                raise ValueError(f"they are off by {off:.2g}")
+    except Exception as error:  # noqa: BLE001 - compilers raise what they like; the plain functions serve then
+        log.warning("the output layer is not fused: %s", f"{type(error).__name__}: {error}".splitlines()[0])
+        return False
+    return True
 
 
 def token_logprobs(
@@ -347,15 +448,16 @@ def _backward(
 
 
 def _add_product(d_head: Tensor, d_logits: Tensor, hidden: Tensor) -> None:
-    """Add d_logits [n, V] transposed times hidden [n, D] to d_head [V, D], SLICE elements at a time."""
-    size = max(1, SLICE // hidden.shape[1])
+    """Add d_logits [n, V] transposed times hidden [n, D] to d_head [V, D], SLICE or GPU_SLICE elements at a time."""
+    size = max(1, (GPU_SLICE if hidden.is_cuda else SLICE) // hidden.shape[1])
     for i in range(0, len(d_head), size):
         d_head[i : i + size] += linear(d_logits[:, i : i + size].t(), hidden.t())
 
 
-def _chunks(hidden: Tensor, head: Tensor | None) -> list[slice]:
+def _chunks(hidden: Tensor, head: Tensor | None, fused: bool = False) -> list[slice]:
     rows = len(hidden)
-    step = max(GPU_ROWS if hidden.is_cuda else CHUNK_ROWS, CHUNK // (hidden.shape[-1] if head is None else len(head)))
+    least = FUSED_ROWS if fused else GPU_ROWS if hidden.is_cuda else CHUNK_ROWS
+    step = max(least, CHUNK // (hidden.shape[-1] if head is None else len(head)))
     return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 

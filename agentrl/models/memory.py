@@ -26,8 +26,8 @@ residuals) and of the feed-forward's."""
 LOGIT_ROWS, GPU_LOGIT_ROWS, LOGIT_ELEMENTS = 512, 1024, 1 << 22
 """Minimum predictions whose logits exist at once, on a CPU and on a GPU, and the number of logits that exist at
 once."""
-HEAD_SLICE = 1 << 24
-"""Elements of the gradient of the output layer that a chunk adds at once."""
+HEAD_SLICE, GPU_HEAD_SLICE = 1 << 24, 1 << 27
+"""Elements of the gradient of the output layer that a chunk adds at once, on a CPU and on a GPU."""
 LOGIT_COPIES = 3
 """Float32 tensors as large as the logits: log-softmax, its exponential, and their product or the gradient."""
 
@@ -304,7 +304,8 @@ def _logits(shape: Shape, setting: Setting) -> int:
         return chunk
     head = shape.vocabulary * shape.hidden
     rounded = head * setting.compute if setting.compute < GRADIENT_BYTES else 0  # once all chunks are through
-    return head * GRADIENT_BYTES + max(chunk + min(HEAD_SLICE, head) * setting.compute, rounded)
+    added = min(GPU_HEAD_SLICE if setting.rows == GPU_LOGIT_ROWS else HEAD_SLICE, head)
+    return head * GRADIENT_BYTES + max(chunk + added * setting.compute, rounded)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,9 @@
 """Hand-derived passes equal their textbook expressions, and logits of a whole batch never stand in memory."""
 
+import logging
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from held_memory import Held
@@ -25,15 +29,33 @@ def inputs(bias: bool, frozen: bool) -> tuple[Tensor, Tensor, Tensor | None, Ten
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def _untried() -> Iterator[None]:
+    kernels._fuses.cache_clear()
+    kernels._compiled.cache_clear()
+    yield
+    kernels._fuses.cache_clear()
+    kernels._compiled.cache_clear()
+
+
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the functions that a GPU compiles serve here, as they are written."""
+    monkeypatch.setattr(kernels, "FUSED", ("cpu",))
+    monkeypatch.setattr(kernels, "FUSED_ROWS", 7)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
 @pytest.mark.parametrize("wanted", ["logprobs", "entropy", "both"])
 @pytest.mark.parametrize(("bias", "frozen"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize("way", ["kept", "again", "fused"])
 def test_token_logprobs_are_those_of_the_textbook(
-    wanted: str, bias: bool, frozen: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+    wanted: str, bias: bool, frozen: bool, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if way == "fused":
+        uncompiled(monkeypatch)
     monkeypatch.setattr(kernels, "CHUNK", 0)
     monkeypatch.setattr(kernels, "CHUNK_ROWS", 7)
-    monkeypatch.setattr(kernels, "KEPT", 1 << 20 if kept else 0)
+    monkeypatch.setattr(kernels, "KEPT", 1 << 20 if way == "kept" else 0)
     weight = torch.randn(2, 23, generator=torch.Generator().manual_seed(1))
     results: list[list[Tensor | None]] = []
     for compute in (textbook, token_logprobs):
@@ -48,6 +70,49 @@ def test_token_logprobs_are_those_of_the_textbook(
         assert (found is None) == (expected is None)
         if found is not None:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_what_a_gpu_compiles_is_compiled_once_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiling = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **more: compiling(function, backend=counter, **more))
+    monkeypatch.setattr(kernels, "FUSED", ("cpu",))
+    monkeypatch.setattr(kernels, "FUSED_ROWS", 7)
+    monkeypatch.setattr(kernels, "CHUNK", 0)
+    counts = []
+    for rows in (23, 19, 12):
+        hidden, head, _, target = inputs(False, False)
+        found = token_logprobs(hidden[:rows], head, None, target[:rows], 1.0)
+        wanted = textbook(hidden[:rows], head, None, target[:rows], 1.0)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(of[0].sum(), head) for of in (found, wanted)), atol=1e-5, rtol=1e-5
+        )
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1] > 0
+
+
+@pytest.mark.parametrize("fault", ["raises", "differs"])
+def test_fused_kernels_that_do_not_run_or_differ_are_not_used(
+    fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    uncompiled(monkeypatch)
+
+    def broken(function: Any, **_: Any) -> Any:
+        if fault == "raises":
+            raise RuntimeError("no C compiler")
+        return lambda *given: tuple(2 * each for each in function(*given))
+
+    monkeypatch.setattr(torch, "compile", broken)
+    hidden, head, bias, target = inputs(True, False)
+    with caplog.at_level(logging.WARNING):
+        found = token_logprobs(hidden, head, bias, target, 0.7)
+    assert "the output layer is not fused: " in caplog.text
+    torch.testing.assert_close(found[0], textbook(hidden, head, bias, target, 0.7)[0], atol=1e-5, rtol=1e-5)
 
 
 def test_no_predictions_give_gradients_of_nothing() -> None:

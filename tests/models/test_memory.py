@@ -188,6 +188,7 @@ def test_roles_share_the_workers_or_have_their_own(folder: Path) -> None:
 def test_the_chunks_of_logits_are_those_of_the_kernel() -> None:
     assert (memory.LOGIT_ELEMENTS, memory.LOGIT_ROWS) == (kernels.CHUNK, kernels.CHUNK_ROWS)
     assert (memory.GPU_LOGIT_ROWS, memory.HEAD_SLICE) == (kernels.GPU_ROWS, kernels.SLICE)
+    assert memory.GPU_HEAD_SLICE == kernels.GPU_SLICE
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ from packing_help import make_batch, make_deep
 from pretend_gpu import flash
 from torch import Tensor
 from torch.nn.attention import varlen
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from agentrl.compute import tree_attention
 from agentrl.compute.batch import prefix_trees
@@ -154,6 +154,37 @@ def test_a_shared_prompt_and_whole_precision_go_to_flex_attention(
     assert kernel_for(False, query, key) is by_flex
 
 
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_few_key_heads_are_repeated_for_flex_attention(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: list[int] = []
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        heads.append(key.shape[1])
+        assert options["enable_gqa"] == (query.shape[1] != key.shape[1])
+        return flex_attention(query, key, value, **options)
+
+    monkeypatch.setattr(tree_attention, "_flex", lambda device: watched)
+    monkeypatch.setattr(tree_attention, "GROUPED", ())
+    monkeypatch.setattr(tree_attention, "FEW_HEADS", 2)
+    row = RowLayout(segments_of([(9, [5, 6]), (4, [3])]), CPU)
+    query, key, value = tensors(row.tokens, groups=groups)
+    found = by_flex(query, key, value, row, 0.3).flatten(1)
+    torch.testing.assert_close(found, bucket_layout(row.segments).attend(query, key, value, 0.3), atol=1e-5, rtol=1e-4)
+    assert heads == [4 if groups <= 2 else groups]
+
+
+def test_flash_attention_of_an_older_torch_gets_a_key_for_every_query_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, scale: float, window_size: Any) -> Tensor:
+        assert query.shape == key.shape == value.shape
+        return flash(query, key, value, *lengths, scale=scale, window_size=window_size)
+
+    row = RowLayout((Segment(0, 5), Segment(5, 12)), CPU)
+    query, key, value = tensors(12)
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    found = by_flash(query, key, value, row, 0.3).flatten(1)
+    torch.testing.assert_close(found, bucket_layout(row.segments).attend(query, key, value, 0.3), atol=1e-5, rtol=1e-4)
+
+
 def test_a_kernel_that_fails_leaves_the_work_to_the_buckets(untried: None, caplog: pytest.LogCaptureFixture) -> None:
     """flex_attention has no backward pass on a CPU: a real failure of the real trial."""
     row = RowLayout(segments_of([(9, [5, 6]), (4, [3])]), CPU)
@@ -163,7 +194,7 @@ def test_a_kernel_that_fails_leaves_the_work_to_the_buckets(untried: None, caplo
             wanted = bucket_layout(row.segments).attend(query, key, value, 0.3)
             assert torch.equal(row.attend(query, key, value, 0.3), wanted)
     assert len(caplog.records) == 1
-    assert "runs in buckets, not by_flex" in caplog.text
+    assert "does without by_flex" in caplog.text
     assert faults(CPU).startswith("by_flex does not run here: ")
 
 
@@ -182,7 +213,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
     monkeypatch.setattr(varlen, "varlen_attn", off)
     query, key, _ = (x.bfloat16() for x in tensors(9))
     assert kernel_for(False, query, key) is not by_flash
-    assert "not by_flash: it is off by 0.2" in caplog.text
+    assert "without by_flash: it is off by 0.2" in caplog.text
 
 
 def test_the_trial_inside_a_layer_that_is_computed_again(untried: None) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl.algo.loss import entropy
-from agentrl.compute import liger
+from agentrl.compute import compiled_layers, liger
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
+from agentrl.compute.compiled_layers import cannot, compile_layers
 from agentrl.compute.hf_attention import Unsupported, replaced_attention
 from agentrl.compute.kernels import Further, rms_norm, swiglu, token_logprobs
 from agentrl.compute.packing import Packed, indices, pack
@@ -258,27 +259,39 @@ def computed_in(section: ModelSection) -> torch.dtype | None:
 
 
 def choose(
-    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, offload: bool = False
+    model: PreTrainedModel,
+    compute: torch.dtype | None = None,
+    checkpointing: bool = False,
+    offload: bool = False,
+    compiled: bool = False,
 ) -> tuple[Forward, str]:
     """The fastest exact implementation for `model`, and a line that says which, and why not a faster one.
 
     compute: see ModuleForward. checkpointing: the activations of a layer are computed again in the backward pass, from
-    then on, whoever calls the module; offload: what is kept of a layer lies in CPU memory meanwhile.
+    then on, whoever calls the module; offload: what is kept of a layer lies in CPU memory meanwhile. compiled: the
+    layers are compiled. Raises UserError: they, or kernels of liger-kernel, do not compute as the model does.
     """
     reasons: list[str] = []
     sequences = SequenceForward(model)
+    if compiled:
+        compile_layers(model)
     chosen: tuple[Callable[..., Forward], str] = SequenceForward, SEQUENTIAL
     for kind, name in VISION_FORWARDS if Vision.of(model) else FAST_FORWARDS:
-        reason = _excluded(kind, compute, checkpointing) or _rejection(kind, model, sequences)
+        reason = _excluded(kind, compute, checkpointing, compiled) or _rejection(kind, model, sequences)
         if reason is None:
             chosen = kind, name
             break
+        if compiled and kind is ModuleForward:
+            raise cannot(reason)
         reasons.append(f"no {name}: {reason}")
     kind, name = chosen
-    if kind is ModuleForward and not Vision.of(model) and liger.fits(model, next(model.parameters()).device):
-        with torch.no_grad():
-            liger.apply_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
-        name = f"{name}, {liger.DESCRIPTION}"
+    if kind is ModuleForward and not Vision.of(model):
+        if compiled:
+            name = f"{name}, {compiled_layers.DESCRIPTION}"
+        elif liger.fits(model, next(model.parameters()).device):
+            with torch.no_grad():
+                liger.apply_and_compare(model, lambda: ModuleForward(model)(probe_of(model), 1.0)[0], _judge(model))
+            name = f"{name}, {liger.DESCRIPTION}"
     if checkpointing:
         recompute(model, offload)
     forward = kind(model) if kind is BlockForward else kind(model, compute)
@@ -300,13 +313,16 @@ VISION_FORWARDS: tuple[tuple[Callable[..., Forward], str], ...] = (
 """Those for models that see."""
 
 
-def _excluded(kind: Callable[..., Forward], compute: torch.dtype | None, checkpointing: bool) -> str | None:
+def _excluded(
+    kind: Callable[..., Forward], compute: torch.dtype | None, checkpointing: bool, compiled: bool
+) -> str | None:
     """Why the settings exclude our own forward, whatever the model; None: they do not."""
     if kind is not BlockForward:
         return None
     if compute is not None:
         return "model.compute is not that of the weights"
-    return "model.checkpointing is on" if checkpointing else None
+    switches = {"checkpointing": checkpointing, "compile": compiled}
+    return next((f"model.{name} is on" for name, on in switches.items() if on), None)
 
 
 def autocast(device: torch.device, compute: torch.dtype | None) -> AbstractContextManager[object]:

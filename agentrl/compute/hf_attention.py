@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -24,6 +25,7 @@ _ATTENTION: ContextVar[AttentionFunction] = ContextVar("attention")
 _NAME = "agentrl_prefix_trees"
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # between two parts of a compiled layer
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -47,6 +49,11 @@ def _attention(
 
 
 AttentionInterface.register(_NAME, _attention)
+
+
+def attention_is_replaced() -> bool:
+    """Whether the caller is inside a `replaced_attention` block."""
+    return _ATTENTION.get(None) is not None
 
 
 @contextmanager

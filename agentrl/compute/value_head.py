@@ -155,14 +155,18 @@ class SequenceValues(SequenceRunner[ValueModel]):
 
 
 def value_forward(
-    model: PreTrainedModel, compute: torch.dtype | None = None, checkpointing: bool = False, offload: bool = False
+    model: PreTrainedModel,
+    compute: torch.dtype | None = None,
+    checkpointing: bool = False,
+    offload: bool = False,
+    compiled: bool = False,
 ) -> tuple[ValueForward, str]:
     """The fastest exact `ValueForward` of a new value model on the backbone of `model`, and one line about it.
 
     The options are those of `forward.choose`, which compares implementations on `model` itself, since the new output
     layer returns 0 for every state.
     """
-    forward, description = choose(model, compute, checkpointing, offload)
+    forward, description = choose(model, compute, checkpointing, offload, compiled)
     return as_values(forward, ValueModel(model)), description
 
 

@@ -31,7 +31,7 @@ BLOCKS, BLOCK = 64, 1 << 16
 """Of a file of weights that is larger than all of them: how many blocks are read for the key, and their bytes."""
 MUON_LR = 0.02  # the usual one
 _TOLD = ("seed", "betas", "max_grad_norm")
-_MODEL = ("path", "device", "checkpointing")
+_MODEL = ("path", "device", "checkpointing", "compile")
 
 
 def stages_for(recipe: Recipe) -> tuple[SftStage, ...]:

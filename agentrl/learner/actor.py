@@ -108,6 +108,7 @@ class Actor(TrainedRole):
                 computed_in(recipe.model),
                 recipe.model.checkpointing,
                 "activations" in recipe.cluster.offload,
+                recipe.model.compile,
             )
         super().__init__(recipe, model, ranks)
         self.forward, self.description = forward, description

@@ -94,4 +94,5 @@ def load_critic(recipe: Recipe) -> tuple[ValueForward, str]:
     """
     section = critic_model(recipe)
     model = load_model(section, recipe.train.seed, headless=True)[0]
-    return value_forward(model, computed_in(section), section.checkpointing, "activations" in recipe.cluster.offload)
+    offload = "activations" in recipe.cluster.offload
+    return value_forward(model, computed_in(section), section.checkpointing, offload, section.compile)

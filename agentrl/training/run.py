@@ -38,7 +38,14 @@ from agentrl.weights.transports.shared_memory import expand_segments
 FIXED = ("env", "data", "tools", "rewards", "model", "start", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,
 limits, evaluation, machines) may change; the change is printed."""
-FREE = ("data.epochs", "model.device", "model.checkpointing", "model.compute", "model.trust_remote_code")
+FREE = (
+    "data.epochs",
+    "model.device",
+    "model.checkpointing",
+    "model.compile",
+    "model.compute",
+    "model.trust_remote_code",
+)
 """Keys below `FIXED` that may change, because they only define how long to train, or where and how the same result
 is computed."""
 _TRAINED = ("model", "start", "algorithm", "critic", "train", "rollout.temperature", "cluster")

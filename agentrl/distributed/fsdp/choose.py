@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentrl.compute import liger
+from agentrl.compute import compiled_layers, liger
+from agentrl.compute.compiled_layers import cannot
 from agentrl.compute.forward import EXACT, SEQUENTIAL, TOLERANCE
 from agentrl.compute.hf_attention import Unsupported
 from agentrl.distributed.fsdp.mesh import ParallelContext
@@ -48,16 +49,23 @@ class Candidates:
 
 
 @torch.no_grad()
-def choose(candidates: Candidates, root: Root, context: ParallelContext, compute: torch.dtype) -> tuple[Any, str]:
-    """The fastest exact computation, and a line for people. compute: the dtype of its matrix products.
+def choose(
+    candidates: Candidates, root: Root, context: ParallelContext, compute: torch.dtype, compiled: bool = False
+) -> tuple[Any, str]:
+    """The fastest exact computation, and a line for people. compute: the dtype of its matrix products. compiled:
+    whether the layers are, for the fast one.
 
-    Raises UserError: as `candidates.fast` does; kernels that are installed and change the results.
+    Raises UserError: as `candidates.fast` does; kernels that are installed, or compiled layers, change the results.
     """
     with candidates.around():
         why = share(candidates.declined or _mismatch(candidates, root, compute), context)
+        if why is not None and compiled:
+            raise cannot(why)
         if why is not None:
             return candidates.slow, f"{SEQUENTIAL} (no {candidates.name}: {why})"
         fast = candidates.fast()
+        if compiled:
+            return fast, f"{candidates.name}, {compiled_layers.DESCRIPTION}"
         if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, context.device), context):
             return fast, candidates.name
         judge = _judge(candidates, root, compute)

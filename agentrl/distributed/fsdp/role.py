@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from agentrl.compute.activation_checkpointing import blocks_of, recompute
+from agentrl.compute.compiled_layers import compile_layers
 from agentrl.distributed.fsdp.choose import Candidates, choose
 from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.distributed.fsdp.scatter import Source, fill, share
@@ -58,7 +59,9 @@ def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = 
     transformer = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     if not trained:
         model.requires_grad_(False)
-    elif recipe.model.checkpointing:
+    if compiled := trained and recipe.model.compile:
+        compile_layers(transformer)
+    if trained and recipe.model.checkpointing:
         recompute(transformer, "activations" in recipe.cluster.offload)
     root = Root(model.eval(), None)
     options, blocks = Options.of(recipe), blocks_of(transformer)
@@ -67,9 +70,8 @@ def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = 
     model.to_empty(device="cpu" if options.offload else context.device)
     fill(model, source, context)
     del source
-    root.computation, line = choose(
-        role.candidates(model), root, context, options.compute or next(model.parameters()).dtype
-    )
+    dtype = options.compute or next(model.parameters()).dtype
+    root.computation, line = choose(role.candidates(model), root, context, dtype, compiled)
     return Built(model, root, manifest.known, f"{line}, {manifest.note}" if manifest.note else line)
 
 

@@ -75,6 +75,8 @@ class ModelSection(Section):
     frozen models are kept in it. auto: bfloat16 on a GPU where weights of float32 are trained, else same."""
     checkpointing: bool = False
     """Activation checkpointing: compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the layers by `torch.compile` for the trainer's passes. The first passes take a minute more."""
 
     @model_validator(mode="after")
     def _one_wish_for_the_tower(self) -> "ModelSection":

@@ -188,7 +188,7 @@ def test_arguments_that_do_not_fit(args: dict[str, Any], said: str) -> None:
 
 def test_the_recipe_of_a_checkout() -> None:
     sections = Tau2().sections(f"{CHECKOUT}@shop", "python")
-    assert sections["env"]["args"]["args"] == {"checkout": CHECKOUT, "domain": "shop"}
+    assert sections["env"]["args"]["args"] == {"checkout": CHECKOUT, "domain": "shop", "train": 4}
     assert Tau2().sections(CHECKOUT, "python")["env"]["args"]["args"]["domain"] == "retail"
     with pytest.raises(UserError, match="is no clone of tau2-bench"):
         Tau2().sections(str(SUPPORT), "python")

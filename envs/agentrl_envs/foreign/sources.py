@@ -8,6 +8,7 @@ from agentrl.plugins.source import Source
 from agentrl.plugins.types import Json
 
 PINS = Path(__file__).parent / "pins"
+_FEW = 4  # tasks for training of a set that has no split for it
 
 
 class Verifiers(Source):
@@ -93,7 +94,7 @@ class Tau2(Source):
         path = _folder(given, "a clone")
         if not (path / "src/tau2/registry.py").is_file():
             raise UserError(f"{path} is no clone of tau2-bench: there is no src/tau2/registry.py")
-        args: dict[str, Json] = {"checkout": str(path), "domain": domain or "retail"}
+        args: dict[str, Json] = {"checkout": str(path), "domain": domain or "retail", "train": _FEW}
         return {"env": {"name": "foreign", "args": {"python": python, "module": "tau2", "args": args}}}
 
 

@@ -14,7 +14,19 @@ from pathlib import Path
 
 import pytest
 from agentrl_envs.swe.environment import SOURCE, TASKS, WORK, Swe, question
-from agentrl_envs.swe.make import COPY, UNSOLVED, UNSTEADY, UNTOUCHED, Made, Source, copied, graded, make_tasks, varied
+from agentrl_envs.swe.make import (
+    COPY,
+    UNSOLVED,
+    UNSTEADY,
+    UNTOUCHED,
+    Made,
+    Source,
+    copied,
+    graded,
+    main,
+    make_tasks,
+    varied,
+)
 from agentrl_envs.swe.mutations import functions, mutations
 from agentrl_tools.workspaces.bwrap import BwrapProvider
 
@@ -285,6 +297,16 @@ def test_a_folder_without_tasks_or_with_bad_ones_is_one_line(tmp_path: Path) -> 
     (tmp_path / "a-1" / TASKS).write_text('{"id": "a"}\n{\n')
     with pytest.raises(UserError, match=r"tasks\.jsonl:2: is no task"):
         Swe(str(tmp_path))
+
+
+def test_a_check_of_a_folder_without_tasks_is_one_line(
+    bubblewrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["make", str(tmp_path), "--check"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: env.source: {tmp_path} holds no tasks")
 
 
 def test_mutations_change_one_place_and_stay_python() -> None:

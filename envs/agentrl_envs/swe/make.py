@@ -454,7 +454,11 @@ def main() -> None:
         action="store_true",
         help="try every task: nothing earns 0, the solution 1, twice; the image has no copy of it",
     )
-    sys.exit(asyncio.run(_main(parser.parse_args())))
+    try:
+        sys.exit(asyncio.run(_main(parser.parse_args())))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,29 @@ import ast
 import asyncio
 import json
 import random
+import shutil
+import textwrap
 import time
+import zipfile
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from agentrl_envs.swe.environment import SOURCE, TASKS, WORK, Swe, question
-from agentrl_envs.swe.make import Source, check_tasks, make_tasks, varied
+from agentrl_envs.swe.make import (
+    COPY,
+    UNSOLVED,
+    UNSTEADY,
+    UNTOUCHED,
+    Made,
+    Source,
+    copied,
+    graded,
+    main,
+    make_tasks,
+    varied,
+)
 from agentrl_envs.swe.mutations import functions, mutations
 from agentrl_tools.workspaces.bwrap import BwrapProvider
 
@@ -63,6 +79,15 @@ def hangs(n):
     while count < n:
         count = count + 1
     return count
+
+
+def listed(word):
+    """In an order that differs between processes.
+
+    >>> [len(listed(word)) for word in ("abc", "bcd", "cdef", "defg", "efgh", "ab", "ba", "xyz", "zyx")]
+    [3, 3, 4, 4, 4, 2, 2, 3, 3]
+    """
+    return [letter for letter in set(word) if letter > "A"]
 '''
 TESTS = """
 import unittest
@@ -88,11 +113,13 @@ def made(bubblewrap: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    assert asyncio.run(make(BwrapProvider(), folder / "project", folder / "set")) >= 4
+    made = asyncio.run(make(BwrapProvider(), folder / "project", folder / "set"))
+    assert made.tasks >= 4
+    assert made.left_out == {UNSTEADY: 2}, "a die, and what hangs on hashes"
     return folder / "set"
 
 
-async def make(provider: WorkspaceProvider, project: Path, top: Path) -> int:
+async def make(provider: WorkspaceProvider, project: Path, top: Path) -> Made:
     await provider.start("swe")
     try:
         return await make_tasks(provider, Source(project), top)
@@ -115,22 +142,107 @@ async def begun(provider: WorkspaceProvider, env: Swe, task: Task) -> tuple[Sess
     return Session(task.id, task, random.Random(0), time.monotonic() + 600, workspace=workspace), workspace
 
 
-async def test_a_function_that_the_image_has_elsewhere_is_no_task(made: Path, tmp_path: Path) -> None:
-    """A package of the distribution would be the answer."""
-    (tmp_path / "image").mkdir()
-    spell = CODE[CODE.index("def spell") : CODE.index("def dice")]
-    (tmp_path / "image/numbers.py").write_text(f"import os\n\n\n{spell}")
-    provider = BwrapProvider(folders=[str(tmp_path / "image")])
-    await make(provider, made.parent / "project", tmp_path / "set")
-    with_copy = {task.data["calls"][0][1] for task in Swe(str(tmp_path / "set")).tasks("test")}
-    assert "spell" in {task.data["calls"][0][1] for task in Swe(str(made)).tasks("test")}
-    assert "spell" not in with_copy
-    assert with_copy
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A folder of the image in which packages lie."""
+    folder = tmp_path / "lib/dist-packages"
+    folder.mkdir(parents=True)
+    return folder
+
+
+async def functions_with_copies(image: Path, made: Path) -> set[str]:
+    provider = BwrapProvider(folders=[str(image)])
+    await provider.start("swe")
+    try:
+        found = await copied(provider, str(made))
+    finally:
+        await provider.close()
+    assert set(found.values()) <= {COPY}
+    return {task.data["calls"][0][1] for task in Swe(str(made)).tasks("test") if task.id in found}
+
+
+async def test_a_function_that_the_image_has_elsewhere_is_an_answer(made: Path, image: Path) -> None:
+    """Also as it was in another version."""
+    (image / "vendored").mkdir()
+    (image / "vendored/numbers.py").write_text("import os\n\n\ndef spell(words):\n    return ','.join(words)\n")
+    assert await functions_with_copies(image, made) == {"spell"}
+
+
+@pytest.mark.parametrize("place", ["small/__init__.py", "small.py", "some.whl"])
+async def test_a_package_that_the_image_has_is_an_answer(made: Path, image: Path, place: str) -> None:
+    """Of any version: as a folder, a module or in a wheel."""
+    path = image / place
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("some/_vendor/small/__init__.py", "")
+    assert await functions_with_copies(image, made) == {"clamp", "spell", "hangs"}
+
+
+async def test_a_package_of_another_name_is_none(made: Path, image: Path) -> None:
+    (image / "smaller").mkdir()
+    (image / "smaller/__init__.py").write_text("def clamp(): pass")
+    assert await functions_with_copies(image, made) == set()
+
+
+async def test_no_task_is_made_where_the_image_has_the_answer(made: Path, image: Path, tmp_path: Path) -> None:
+    (image / "small.py").write_text("")
+    what = await make(BwrapProvider(folders=[str(image)]), made.parent / "project", tmp_path / "set")
+    assert what == Made(0, Counter({COPY: 5}))
+    assert not (tmp_path / "set").exists()
 
 
 async def test_each_solution_earns_1_and_nothing_earns_0(provider: WorkspaceProvider, made: Path) -> None:
-    env = Swe(str(made))
-    assert await check_tasks(provider, env, env.tasks("test")) == []
+    assert await graded(provider, str(made)) == {}
+
+
+async def test_what_the_grader_does_not_grade_as_it_must_is_found(
+    provider: WorkspaceProvider, made: Path, tmp_path: Path
+) -> None:
+    """A result that hangs on hashes and got through, by chance, among what is expected; a mistake that is none."""
+    row = next(task.data for task in Swe(str(made)).tasks("test") if task.data["calls"][0][1] == "spell")
+    facts = {name: value for name, value in row.items() if name != "folder"}
+    call = ["small.numbers", "listed", repr(["abcdefghijklmnop"]), "{}"]
+    by_chance = {"calls": [*row["calls"], call], "expected": [*row["expected"], repr(sorted(call[2]))]}
+    rows = [facts, {**facts, **by_chance}, {**facts, "mutation": {**row["mutation"], "text": row["sound"]}}]
+    folder = tmp_path / "small-1.2"
+    folder.mkdir()
+    (folder / SOURCE).write_bytes((made / "small-1.2" / SOURCE).read_bytes())
+    lines = [json.dumps({**row, "id": f"{n}"}) for n, row in enumerate(rows)]
+    (folder / TASKS).write_text("\n".join(lines))
+    assert await graded(provider, str(tmp_path)) == {"1": UNSOLVED, "2": UNTOUCHED}
+
+
+@pytest.mark.slow
+async def test_tasks_that_are_graded_wrong_are_dropped_and_counted(made: Path, tmp_path: Path) -> None:
+    """A function that counts its calls: it gives the same whenever all are replayed, and is graded by some of them."""
+    project = tmp_path / "project"
+    shutil.copytree(made.parent / "project", project)
+    hangs, listed = CODE.index("def hangs"), CODE.index("def listed")
+    code = (
+        CODE[:hangs]
+        + CODE[listed:]
+        + textwrap.dedent('''
+        calls = 0
+
+
+        def counted(n):
+            """Another number after each call: of calls that were left out, too.
+
+            >>> [len([counted(n)]) for n in range(2, 9)]
+            [1, 1, 1, 1, 1, 1, 1]
+            """
+            global calls
+            calls += 1
+            return {n} if n == 2 else n + calls if n > 3 else object()
+    ''')
+    )
+    (project / "src/small/numbers.py").write_text(code)
+    what = await make(BwrapProvider(), project, tmp_path / "set")
+    assert what.left_out[UNSOLVED] >= 1
+    assert what.left_out[UNSTEADY] == 2
+    env = Swe(str(tmp_path / "set"))
+    names = {task.data["calls"][0][1] for split in ("train", "test") for task in env.tasks(split)}
+    assert names == {"clamp", "spell"}
 
 
 async def test_an_answer_by_heart_and_broken_code_earn_nothing(provider: WorkspaceProvider, made: Path) -> None:
@@ -185,6 +297,16 @@ def test_a_folder_without_tasks_or_with_bad_ones_is_one_line(tmp_path: Path) -> 
     (tmp_path / "a-1" / TASKS).write_text('{"id": "a"}\n{\n')
     with pytest.raises(UserError, match=r"tasks\.jsonl:2: is no task"):
         Swe(str(tmp_path))
+
+
+def test_a_check_of_a_folder_without_tasks_is_one_line(
+    bubblewrap: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["make", str(tmp_path), "--check"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: env.source: {tmp_path} holds no tasks")
 
 
 def test_mutations_change_one_place_and_stay_python() -> None:

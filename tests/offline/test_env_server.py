@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from agentrl_envs.openenv.environment import OpenEnv
 from agentrl_envs.text_game.environment import TextGame
 from fakes import Env
 from openenv_help import free_port
-from paths import SUPPORT
+from paths import ROOT, SUPPORT
 
 from agentrl.errors import UserError
 from agentrl.offline.env_server import MESSAGE_BYTES, serve_environment
@@ -44,6 +45,29 @@ async def served(recipe: Recipe, key: str = "", sessions: int = 4, idle: float =
 
 def game(*changes: str) -> Recipe:
     return load_recipe("text_game", list(changes))
+
+
+async def test_inspect_plays_it(environments_venv: str) -> None:
+    """Its own tools and reward, by a model of Inspect that answers from a list."""
+    env = TextGame()
+    shown = env.demonstrate(env.tasks("test")[0], random.Random(0), "clean")
+    moves = [one["function"] for message in shown for one in message.get("tool_calls") or ()]
+    right = [{"tool": move["name"], "arguments": move["arguments"]} for move in moves]
+    file = ROOT / "envs/agentrl_envs/foreign/inspect_task.py"
+    answers = json.dumps([right, [{"text": "I give up."}] * 25, []])
+    async with served(game()) as url:
+        command = [str(Path(environments_venv, "bin/python")), str(SUPPORT / "inspect_plays.py"), url, str(file)]
+        done = await asyncio.to_thread(
+            subprocess.run, [*command, answers], capture_output=True, text=True, timeout=100, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    won, lost, broken = json.loads(done.stdout)
+    assert (won["status"], won["name"], won["metrics"]) == ("success", "text_game", ["mean", "stderr"])
+    assert won["messages"][0][1].startswith("Find the key, open the door, reach the goal. Key: ")
+    assert [role for role, _ in won["messages"]] == ["user", *["assistant", "tool"] * len(right)]
+    assert won["scores"]["reward"] > 1.0  # the goal, and what is paid for being short and for steps
+    assert (lost["status"], lost["scores"]) == ("success", {"reward": 0.0})
+    assert (broken["status"], broken["scores"]) == ("error", {})
 
 
 async def test_the_clients_of_openenv_play_it(environments_venv: str) -> None:

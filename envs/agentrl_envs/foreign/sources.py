@@ -8,6 +8,7 @@ from agentrl.plugins.source import Source
 from agentrl.plugins.types import Json
 
 PINS = Path(__file__).parent / "pins"
+_FEW = 4  # tasks for training of a set that has no split for it
 
 
 class Verifiers(Source):
@@ -34,12 +35,12 @@ class Verifiers(Source):
         return {"env": {"name": "foreign", "args": given}, "agent": {"name": "foreign", "args": given}}
 
 
-def _folder(what: str) -> Path:
+def _folder(what: str, kind: str = "a taskset's folder") -> Path:
     """The folder that `what` names. Raises UserError: nothing is installed by a name that somebody may have taken."""
     path = Path(what).expanduser()
     if not path.is_dir():
         raise UserError(
-            f"{what} is no folder: give the path of a taskset's folder (download it first); names are not looked "
+            f"{what} is no folder: give the path of {kind} (download it first); names are not looked "
             "up, since a package of that name may be somebody else's"
         )
     return path.resolve()
@@ -79,6 +80,22 @@ class Bfcl(Source):
     def sections(self, what: str, python: str) -> Mapping[str, Json]:
         args = {"python": python, "module": "bfcl", "args": {"categories": [what], "train": [what]}}
         return {"env": {"name": "foreign", "args": args}}
+
+
+class Tau2(Source):
+    """Domains of a clone of tau2-bench, which the user names. The clone is read, not installed: its data lie in it."""
+
+    about = "tau2-bench, from a clone: PATH@DOMAIN, by default of the domain retail"
+    what = "PATH"
+    pins = PINS / "tau2.txt"
+
+    def sections(self, what: str, python: str) -> Mapping[str, Json]:
+        given, _, domain = what.partition("@")
+        path = _folder(given, "a clone")
+        if not (path / "src/tau2/registry.py").is_file():
+            raise UserError(f"{path} is no clone of tau2-bench: there is no src/tau2/registry.py")
+        args: dict[str, Json] = {"checkout": str(path), "domain": domain or "retail", "train": _FEW}
+        return {"env": {"name": "foreign", "args": {"python": python, "module": "tau2", "args": args}}}
 
 
 class TextArena(_Named):

@@ -2,8 +2,9 @@
 
 Source distributions come from the index that pip uses; a package may be a folder, too. Their tests and doctests run in
 workspaces, and the arguments of each call of a function are noted; what the function gives for them, and for
-variations of them, is what is expected. A mutation of the function which at least two calls notice is a task. DIR holds
-the sources and their licences; nothing of it is ours to pass on.
+variations of them, is what is expected, where it is the same in every process. A mutation of the function which at
+least two calls notice is a task, once the grader has graded it both ways: the solution earns 1, nothing 0. What is left
+out is counted. DIR holds the sources and their licences; nothing of it is ours to pass on.
 """
 
 import argparse
@@ -14,13 +15,15 @@ import importlib.util
 import io
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentrl_tools.workspaces.bwrap import BwrapProvider
@@ -29,7 +32,7 @@ from agentrl.errors import UserError
 from agentrl.jsonable import Json
 from agentrl.plugins.types import Session, Task
 from agentrl.workspace.provider import WorkspaceLimits, WorkspaceProvider, WorkspaceSpec
-from agentrl.workspace.workspace import MIB, Workspace
+from agentrl.workspace.workspace import MIB, Snapshot, Workspace
 from agentrl_envs.swe.environment import REPLAY, SOURCE, TASKS, WORK, Swe, script
 from agentrl_envs.swe.mutations import Mutation, functions, mutations
 
@@ -43,6 +46,8 @@ _CALLS, _LEAST = 24, 4
 _OTHER = {"tests", "test", "testing", "docs", "doc", "examples", "example", "benchmarks", "tools", "scripts", "bench"}
 _ALONE = {"setup", "conftest", "noxfile", "tasks", "fabfile", "conf"}
 _OUTPUT = 256 << 20
+_SEEDS = ("1", "2", "3", "4")  # of hashes: two items of a set stand in the same order for half of them
+_CHEAP = 5.0  # seconds of a grading that is done twice
 _COPIES = (Path(__file__).parent / "inside/copies.py").read_text(encoding="utf-8")
 
 
@@ -105,9 +110,29 @@ def _downloaded(package: str, scratch: Path) -> Path:
     return archive
 
 
-async def make_tasks(provider: WorkspaceProvider, source: Source, top: Path) -> int:
-    """Write the tasks of a package to a folder below `top`, and count them."""
-    files = source.files()
+COPY = "functions of which the image has a copy"
+UNSTEADY = "functions whose results differ between processes"
+UNSOLVED = "tasks whose solution does not earn 1"
+UNTOUCHED = "tasks that are solved by nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What became of a package."""
+
+    tasks: int
+    """How many were written."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """How many of what were not, by the reason."""
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{count} {what}" for what, count in sorted(self.left_out.items()))
+        return f"{self.tasks} tasks" + (f"; left out: {told}" if told else "")
+
+
+async def make_tasks(provider: WorkspaceProvider, source: Source, top: Path) -> Made:
+    """Write the tasks of a package to a folder below `top`."""
+    files, left_out = source.files(), Counter[str]()
     rng = random.Random(f"{source.name} {source.version}")
     calls = _by_function(await _recorded(provider, source), files, rng)
     workspace = await provider.open(WorkspaceSpec(limits=_LIMITS))
@@ -115,20 +140,31 @@ async def make_tasks(provider: WorkspaceProvider, source: Source, top: Path) -> 
         await workspace.unpack(_tar(files))
         for where in await _copied(workspace, files, calls):
             del calls[where]
-        expected = await _expected(workspace, calls, rng)
+            left_out[COPY] += 1
+        expected, unsteady = await _expected(workspace, calls, rng)
+        left_out[UNSTEADY] += unsteady
         rows = await _noticed(workspace, files, expected, rng)
     finally:
         await workspace.close()
-    if not rows:
-        return 0
-    folder = top / f"{source.name}-{source.version}"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / SOURCE).write_bytes(_tar(files))
-    (folder / "LICENSE").write_text(f"{source.license}\n\n{source.licences()}", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / f"{source.name}-{source.version}"
+        folder.mkdir()
+        (folder / SOURCE).write_bytes(_tar(files))
+        (folder / "LICENSE").write_text(f"{source.license}\n\n{source.licences()}", encoding="utf-8")
+        _write(source, folder, rows)
+        wrong = await graded(provider, scratch) if rows else {}
+        left_out.update(wrong.values())
+        rows = [row for n, row in enumerate(rows) if f"{folder.name}/{n}" not in wrong]
+        if rows:
+            _write(source, folder, rows)
+            shutil.copytree(folder, top / folder.name, dirs_exist_ok=True)
+    return Made(len(rows), +left_out)
+
+
+def _write(source: Source, folder: Path, rows: Sequence[Mapping[str, Json]]) -> None:
     facts = {"package": source.name, "version": source.version, "license": source.license}
     lines = [json.dumps({"id": f"{folder.name}/{n}", **facts, **row}) for n, row in enumerate(rows)]
     (folder / TASKS).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return len(rows)
 
 
 Call = list[str]
@@ -180,26 +216,33 @@ def _functions(source: bytes) -> dict[str, Json]:
         return {}
 
 
-async def _copied(workspace: Workspace, files: dict[str, bytes], calls: dict[Where, list[Call]]) -> set[Where]:
-    """Functions that the image has in another place, as a package of the distribution or of pip's own: an answer."""
-    texts: dict[Where, str] = {}
-    names: dict[str, list[str]] = {}
-    for where in calls:
-        source = files[where[0]].decode()
-        texts[where] = ast.get_source_segment(source, functions(source)[where[2]]) or ""
-        names.setdefault(Path(where[0]).name, []).append(texts[where])
-    asked = json.dumps({"names": names, "without": [WORK, *filter(None, [_libraries()])]}).encode()
+async def _copied(workspace: Workspace, files: Mapping[str, bytes], wheres: Iterable[Where]) -> set[Where]:
+    """Functions that the image has in another place, as a package of the distribution or of pip's own: an answer. All
+    of them where it has a package of that name, of whatever version."""
+    wheres = list(wheres)
+    named: dict[str, dict[str, str]] = {}
+    for file, _, function in wheres:
+        source = files[file].decode()
+        text = ast.get_source_segment(source, functions(source)[function]) or ""
+        named.setdefault(Path(file).name, {})[function] = text
+    packages = sorted({file.partition("/")[0].removesuffix(".py") for file in files})
+    libraries = _libraries()  # which a workspace shows to this program alone, unless they are the distribution's
+    without = [WORK, *([libraries] if libraries and not libraries.startswith("/usr/") else [])]
+    asked = json.dumps({"files": named, "packages": packages, "without": without}).encode()
     result = await workspace.exec(["python3", "-I", "-c", _COPIES], stdin=asked, seconds=300, output=_OUTPUT)
     if not result.ok:
         raise UserError(f"the workspace's image cannot be searched for copies: {result.text().strip()[-200:]}")
-    found = {json.loads(line) for line in result.stdout.splitlines()}
-    return {where for where, text in texts.items() if text in found}
+    found = {tuple(json.loads(line)) for line in result.stdout.splitlines()}
+    if any(what == "package" for what, *_ in found):
+        return set(wheres)
+    return {where for where in wheres if ("function", Path(where[0]).name, where[2]) in found}
 
 
 async def _expected(
     workspace: Workspace, calls: dict[Where, list[Call]], rng: random.Random
-) -> dict[Where, list[tuple[Call, str]]]:
-    """What functions give, where that is the same each time and can be written."""
+) -> tuple[dict[Where, list[tuple[Call, str]]], int]:
+    """What functions give, where that can be written; and how many were left out since a call gave something else in
+    another process. All calls of these are left out: those that were the same were so by chance."""
     given = {}
     for where, seen in calls.items():
         base = rng.sample(seen, min(len(seen), _CALLS))
@@ -207,18 +250,19 @@ async def _expected(
         unique = {tuple(call): call for call in [*base, *more]}
         given[where] = list(unique.values())
     jobs = [_job(calls) for calls in given.values()]
-    plays = [await _replayed(workspace, jobs, {"PYTHONHASHSEED": seed}) for seed in ("1", "2")]
+    plays = [await _replayed(workspace, jobs, {"PYTHONHASHSEED": seed}) for seed in _SEEDS]
     plays.append(await _replayed(workspace, jobs, {}))  # as the grader does it, isolated
-    expected = {}
-    for (where, asked), first, second, third in zip(given.items(), *plays, strict=True):
-        if first is None or second is None or third is None:
+    expected, unsteady = {}, 0
+    for (where, asked), first, *others in zip(given.items(), *plays, strict=True):
+        if first is None or any(play != first for play in others):
+            unsteady += first is not None
             continue
-        same = [(call, a) for call, a, b, c in zip(asked, first, second, third, strict=True) if a == b == c != "?"]
+        same = [(call, result) for call, result in zip(asked, first, strict=True) if result != "?"]
         values = [pair for pair in same if not pair[1].startswith("!")]
         errors = [pair for pair in same if pair[1].startswith("!")]
         if len({result for _, result in values}) >= 2 and len(values) >= _LEAST:
             expected[where] = [*values[:_CALLS], *errors[: _CALLS // 4]]
-    return expected
+    return expected, unsteady
 
 
 async def _noticed(
@@ -308,28 +352,67 @@ def _tar(files: dict[str, bytes], top: str = WORK) -> bytes:
     return buffer.getvalue()
 
 
-async def check_tasks(provider: WorkspaceProvider, env: Swe, tasks: Sequence[Task], at_once: int = 4) -> list[str]:
-    """Tasks whose solution earns less than 1, or for which an agent that does nothing earns anything."""
+async def graded(provider: WorkspaceProvider, folder: str, at_once: int = 4) -> dict[str, str]:
+    """What is wrong with the tasks of a folder, by the grader itself: each is graded as it is given and solved, twice
+    where that is cheap, since every process hashes in its own way. Those that are right are left out."""
+    env = Swe(folder)
     bound = asyncio.Semaphore(at_once)
+
+    async def earned(task: Task, snapshot: Snapshot, solved: bool) -> float:
+        workspace = await provider.open(WorkspaceSpec(), snapshot)
+        try:
+            if solved:
+                await env.solve(task, workspace)
+            session = Session(task.id, task, random.Random(0), time.monotonic() + 600, workspace=workspace)
+            return (await env.calc_reward(session))["passed"]
+        finally:
+            await workspace.close()
 
     async def checked(task: Task) -> str:
         async with bound:
             base = await provider.open(WorkspaceSpec())
-            await env.prepare(task, base)
-            snapshot = await base.snapshot()
-            earned = []
-            for solved in (False, True):
-                workspace = await provider.open(WorkspaceSpec(), snapshot)
-                if solved:
-                    await env.solve(task, workspace)
-                session = Session(task.id, task, random.Random(0), time.monotonic() + 600, workspace=workspace)
-                earned.append((await env.calc_reward(session))["passed"])
-                await workspace.close()
-            await provider.forget(snapshot)
-            await base.close()
-            return "" if earned == [0.0, 1.0] else f"{task.id}: nothing earns {earned[0]}, the solution {earned[1]}"
+            try:
+                await env.prepare(task, base)
+                snapshot = await base.snapshot()
+                for wrong, solved, wanted in ((UNTOUCHED, False, 0.0), (UNSOLVED, True, 1.0)):
+                    began = time.monotonic()
+                    if await earned(task, snapshot, solved) != wanted:
+                        return wrong
+                    if time.monotonic() - began < _CHEAP and await earned(task, snapshot, solved) != wanted:
+                        return wrong
+                await provider.forget(snapshot)
+                return ""
+            finally:
+                await base.close()
 
-    return [line for line in await asyncio.gather(*map(checked, tasks)) if line]
+    tasks = [task for split in ("train", "test") for task in env.tasks(split)]
+    found = zip(tasks, await asyncio.gather(*map(checked, tasks)), strict=True)
+    return {task.id: wrong for task, wrong in found if wrong}
+
+
+async def copied(provider: WorkspaceProvider, folder: str) -> dict[str, str]:
+    """Tasks of a folder whose function the provider's image has in another place."""
+    env = Swe(folder)
+    tasks = [task for split in ("train", "test") for task in env.tasks(split)]
+    found: dict[str, str] = {}
+    workspace = await provider.open(WorkspaceSpec())
+    try:
+        for place in sorted({task.data["folder"] for task in tasks}):
+            wheres = {task.id: (task.data["file"], *task.data["calls"][0][:2]) for task in tasks
+                      if task.data["folder"] == place}  # fmt: skip
+            copies = await _copied(workspace, _untarred(Path(place) / SOURCE), set(wheres.values()))
+            found |= {name: COPY for name, where in wheres.items() if where in copies}
+    finally:
+        await workspace.close()
+    return found
+
+
+def _untarred(path: Path) -> dict[str, bytes]:
+    """The files of a task's package by their path below the folder in which they lie in a workspace."""
+    top = f"{WORK}/".lstrip("/")
+    with tarfile.open(path) as tar:
+        opened = {member.name.removeprefix(top): tar.extractfile(member) for member in tar}
+        return {name: file.read() for name, file in opened.items() if file is not None}
 
 
 async def _main(given: argparse.Namespace) -> int:
@@ -339,21 +422,23 @@ async def _main(given: argparse.Namespace) -> int:
     try:
         if given.check:
             env = Swe(given.folder)
-            tasks = [task for split in ("train", "test") for task in env.tasks(split)]
-            wrong = await check_tasks(provider, env, tasks)
-            print("\n".join([*wrong, f"{len(tasks) - len(wrong)} of {len(tasks)} tasks are as they must be"]))
+            wrong = {**await graded(provider, given.folder), **await copied(provider, given.folder)}
+            total = sum(len(env.tasks(split)) for split in ("train", "test"))
+            lines = [f"{task}: one of the {what}" for task, what in wrong.items()]
+            print("\n".join([*lines, f"{total - len(wrong)} of {total} tasks are as they must be"]))
             return 1 if wrong else 0
-        total = 0
+        total, left_out = 0, Counter[str]()
         for package in given.packages or PACKAGES.read_text(encoding="utf-8").split():
             with tempfile.TemporaryDirectory() as scratch:
                 try:
                     source = unpacked(package, Path(scratch))
-                    count = await make_tasks(provider, source, Path(given.folder))
-                    total += count
-                    print(f"{source.name} {source.version} ({source.license}): {count} tasks", flush=True)
+                    made = await make_tasks(provider, source, Path(given.folder))
+                    total += made.tasks
+                    left_out.update(made.left_out)
+                    print(f"{source.name} {source.version} ({source.license}): {made}", flush=True)
                 except UserError as error:
                     print(error, file=sys.stderr, flush=True)
-        print(f"{total} tasks")
+        print(f"all: {Made(total, left_out)}")
         return 0 if total else 2
     finally:
         await provider.close()
@@ -364,8 +449,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m agentrl_envs.swe.make", description="Make tasks for `swe`.")
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--packages", nargs="*", help="names of the index, files or folders; by default some 80 names")
-    parser.add_argument("--check", action="store_true", help="try every task: nothing earns 0, the solution 1")
-    sys.exit(asyncio.run(_main(parser.parse_args())))
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="try every task: nothing earns 0, the solution 1, twice; the image has no copy of it",
+    )
+    try:
+        sys.exit(asyncio.run(_main(parser.parse_args())))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -213,6 +213,7 @@ def _show_memory(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") ->
         _show_traffic(out, recipe)
         for pool, own in plan_pools(recipe):
             _show_plan(out, recipe, own, f"of the pool ({', '.join(pool.roles)})", pool.workers)
+        _show_update(out, recipe)
         out.print(f"the engine's cache takes {_size(plan.cache_token)} per token", highlight=False)
     _show_context(out, recipe)
     _show_devices(out, recipe, plan)
@@ -301,6 +302,31 @@ def _show_traffic(out: "Console", recipe: "Recipe") -> None:
             "micro-batch",
             highlight=False,
         )
+
+
+def _show_update(out: "Console", recipe: "Recipe") -> None:
+    """Print how long the longest update takes on GPUs, by arithmetic: those that are here, else H100s."""
+    import torch
+
+    from agentrl.compute.flops import AGAIN, TERA, USUAL_MFU, known_peak, longest_update
+    from agentrl.models.load import on_gpu
+
+    if not (recipe.cluster.gpus or on_gpu(recipe)) or (flops := longest_update(recipe)) is None:
+        return
+    name = torch.cuda.get_device_properties(0).name if torch.cuda.is_available() else "H100"
+    half = "bfloat16" in (recipe.model.dtype, recipe.model.compute)
+    if (peak := known_peak(name, torch.bfloat16 if half else torch.float32)) is None:
+        return
+    gpus, rollout = recipe.cluster.size if recipe.cluster.gpus else 1, recipe.rollout
+    seconds = flops * (AGAIN if recipe.model.checkpointing else 1) / (gpus * peak * USUAL_MFU)
+    spent, done = (f"{of:,.0f}" if of >= 10 else f"{of:.2g}" for of in (seconds, flops / TERA / 1000))
+    whole = f"{rollout.tasks * rollout.n:,} samples of {rollout.max_tokens:,} tokens"
+    out.print(
+        f"a step's update takes at most {spent} s ({done} PFLOP: {whole}, on {gpus} x {name} at an MFU of "
+        f"{USUAL_MFU:g}; estimated, `agentrl doctor` tries one)",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _show_devices(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") -> None:

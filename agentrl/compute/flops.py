@@ -23,7 +23,9 @@ import torch
 from agentrl.compute.batch import KEYED, Batch, prefix_trees
 from agentrl.images import runs
 from agentrl.models.dense import linear
-from agentrl.models.load import embeddings
+from agentrl.models.load import class_for, embeddings
+from agentrl.models.lora import add_adapter
+from agentrl.models.shape import read_config
 from agentrl.models.vision import towers
 from agentrl.recipe.schema import Recipe
 
@@ -42,6 +44,11 @@ PEAKS = {  # teraFLOP/s without sparsity: (bfloat16 with tensor cores, float32),
     "MI300X": (1307.4, 163.4), "MI250X": (383.0, 47.9),
 }  # fmt: skip
 """From the makers' data sheets. If a device's name contains several, the first counts."""
+USUAL_MFU = 0.2
+"""Share of a GPU's peak that an update is taken to reach before one is tried: 0.20 to 0.24 were measured for half a
+billion parameters in one process on an H200, see docs/internals/design_choices.md."""
+AGAIN = 4 / 3
+"""Time of an update with activation checkpointing, in that of one without: each pass forward is computed twice."""
 PROBE_SECONDS = 0.1
 """Approximate time of the measurement of a CPU."""
 PROBE_WIDTH = 1024
@@ -204,6 +211,21 @@ class Workload:
             sum(features.values()),
             sum(count**2 for count in features.values()),
         )
+
+
+def longest_update(recipe: Recipe) -> float | None:
+    """The FLOPs of the updates of a step whose samples all have `rollout.max_tokens`, every token sampled and none
+    shared: no step takes more. None: the model's configuration is not on this machine."""
+    config = read_config(recipe.model)
+    if config is None:
+        return None
+    with torch.device("meta"):
+        model: Any = class_for(config).from_config(config, trust_remote_code=recipe.model.trust_remote_code)
+        if recipe.model.lora is not None:
+            add_adapter(model, recipe.model.lora.model_copy(update={"start": None}), "")
+    samples, length = recipe.rollout.tasks * recipe.rollout.n, recipe.rollout.max_tokens
+    work = Workload(samples * length, samples * length, samples * length * (length + 1) // 2)
+    return Cost.of(model).update(work)
 
 
 def utilisation(flops: float, seconds: float, peak: float | None, of: str = "train") -> dict[str, float]:

@@ -22,16 +22,27 @@ import agentrl
 from agentrl.cluster.dispatch import ONE_TO_ALL, register, registered
 from agentrl.compute import flops
 from agentrl.compute.batch import Batch
-from agentrl.compute.flops import Cost, RoleCost, Workload, costs, known_peak, peak_flops, utilisation
+from agentrl.compute.flops import (
+    Cost,
+    RoleCost,
+    Workload,
+    costs,
+    known_peak,
+    longest_update,
+    peak_flops,
+    utilisation,
+)
 from agentrl.compute.packing import indices, micro_batches
 from agentrl.compute.value_head import CONFIDENCE_FEATURES, ValueModel
 from agentrl.images import STORE, keyed
 from agentrl.models import lora
+from agentrl.models.load import load_model
 from agentrl.models.vision import Vision
 from agentrl.profiling.memory import PeakMemory
 from agentrl.profiling.step import SYNC, StepProfiler
 from agentrl.profiling.trace import OwnTimes, Profiler, add_own_times
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
+from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import LoraSection
 
 SHAPE: dict[str, Any] = {
@@ -475,3 +486,11 @@ def test_a_run_writes_down_what_its_steps_took_and_the_traces_it_was_asked_for(
         names = {event["name"] for event in read(result.folder / "profile" / f"step_2_{role}_0.json.gz")}
         assert any("Backward" in name for name in names) == (role == "actor")
     assert "peak memory: rollout " in capsys.readouterr().out
+
+
+def test_no_update_takes_more_than_the_longest() -> None:
+    recipe = Recipe.model_validate({"rollout": {"tasks": 2, "n": 4, "max_tokens": 40}})
+    cost, length = Cost.of(load_model(recipe.model)[0]), 40
+    assert longest_update(recipe) == cost.update(Workload(8 * length, 8 * length, 8 * length * (length + 1) // 2))
+    assert longest_update(recipe) > cost.update(Workload(8 * 30, 8 * 20, 8 * 30 * 31 // 2))
+    assert longest_update(recipe.changed(model={"path": "nobody/has-this"})) is None

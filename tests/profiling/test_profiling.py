@@ -489,7 +489,9 @@ def test_a_run_writes_down_what_its_steps_took_and_the_traces_it_was_asked_for(
 
 
 def test_no_update_takes_more_than_the_longest() -> None:
-    recipe = Recipe.model_validate({"rollout": {"tasks": 2, "n": 4, "max_tokens": 40}})
+    recipe = Recipe.model_validate(
+        {"rollout": {"tasks": 2, "n": 4, "max_tokens": 40, "max_turn_tokens": 20, "max_tool_tokens": 9}}
+    )
     cost, length = Cost.of(load_model(recipe.model)[0]), 40
     assert longest_update(recipe) == cost.update(Workload(8 * length, 8 * length, 8 * length * (length + 1) // 2))
     assert longest_update(recipe) > cost.update(Workload(8 * 30, 8 * 20, 8 * 30 * 31 // 2))

@@ -186,11 +186,13 @@ def _show_start(out: "Console", recipe: "Recipe") -> None:
 
 
 def _plan(recipe: "Recipe", fetch: bool) -> "MemoryPlan | None":
-    """The memory plan; None where the model is not known. fetch: ask the hub for a configuration that is not on this
+    """The memory plan; None where the model, or how it is laid out, is not known. fetch: ask the hub for a configuration that is not on this
     machine."""
     from agentrl.models.memory import plan_memory
 
-    plan = plan_memory(recipe) if recipe.new_model is None else None
+    if recipe.new_model is not None or recipe.cluster.trainer is not None:
+        return None
+    plan = plan_memory(recipe)
     if plan is None and fetch and _fetched(recipe):
         plan = plan_memory(recipe)
     return plan
@@ -204,6 +206,8 @@ def _show_memory(out: "Console", recipe: "Recipe", plan: "MemoryPlan | None") ->
     _title(out, f"memory of the trainer ({named}, {recipe.model.dtype}{computed})")
     if recipe.new_model is not None:
         out.print("(unknown before sft.new_model is made)", style="dim")
+    elif recipe.cluster.trainer is not None:
+        out.print("(unknown: cluster.trainer has a layout of its own)", style="dim")
     elif plan is None:
         out.print("(unknown: the model's configuration is not on this machine)", style="dim")
     else:

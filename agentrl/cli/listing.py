@@ -11,7 +11,7 @@ LISTED = {
     "tools": "tools", "envs": "environments", "agents": "agents", "rewards": "reward functions",
     "advantages": "advantage estimators", "losses": "policy losses", "aggregations": "sums over tokens",
     "filters": "filters of groups", "orders": "orders of tasks", "trackers": "trackers", "engines": "engines",
-    "scanners": "scanners of stored conversations",
+    "trainers": "trainers of another make", "scanners": "scanners of stored conversations",
 }  # fmt: skip
 """Command, and entry-point group below `agentrl.` -> what it lists, in words."""
 

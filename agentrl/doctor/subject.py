@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.containment.event_loop import Runner
+from agentrl.errors import UserError
 from agentrl.models.load import find_device, load_model, resolve_types
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.cluster import ClusterSection
@@ -83,6 +84,8 @@ class Subject:
             from agentrl.distributed.remote import RayRoles
             from agentrl.training.preflight import placement_of
 
+            if (trainer := self.recipe.cluster.trainer) is not None:
+                raise UserError(f"cluster.trainer: doctor tries our own trainers, not {trainer}; leave it out")
             recipe = self._alone(self.recipe).changed(rollout={"temperature": 1.0})  # that of log-probs
             logs = self.folder / "run" / "logs"
             self._roles = RayRoles(recipe, recipe, logs, print, print, placement_of(recipe))

@@ -2,7 +2,8 @@
 a cluster; loop and learner do not know which.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,12 +16,14 @@ from agentrl.compute.batch import Batch
 from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import RoleCost, costs, peak_of
 from agentrl.compute.forward import SEQUENTIAL
+from agentrl.errors import UserError, call_plugin
 from agentrl.learner.actor import Actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference
 from agentrl.learner.teacher import Teacher, TeacherRole, compared_whole, local_teachers
 from agentrl.models import lora
+from agentrl.plugins.registry import load
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.source import WeightSource
 
@@ -159,6 +162,37 @@ class RoleHost(Roles, Protocol):
 
     def close(self) -> None:
         """Release the roles and their processes; also after an error."""
+
+
+def make_trainer(
+    recipe: Recipe, begins: Recipe, logs: Path, say: Callable[[str], None], phase: Callable[[str], None]
+) -> RoleHost:
+    """Make the role host that `cluster.trainer` names, of whatever make.
+
+    begins: the recipe with the model that the policy starts from. logs: a folder for the output of its processes. say:
+    prints a line for people. phase: says what is being waited for.
+
+    Raises UserError: it is not installed, it failed, or what it gave is no `RoleHost`.
+    """
+    name = str(recipe.cluster.trainer)
+    make, what = load("trainers", name), f"cluster.trainer {name!r}"
+    if not callable(make):
+        kind = type(make).__name__
+        raise UserError(f"{what} is of type {kind}; expected a class, or a function that makes a RoleHost")
+    host: RoleHost = call_plugin(what, make, recipe, begins, logs, say, phase)
+    wanted = {member for kind in (Roles, RoleHost) for member in vars(kind) if not member.startswith("_")}
+    if absent := sorted(member for member in wanted if not _offers(host, member)):
+        raise UserError(f"{what} made {type(host).__name__}, which lacks {', '.join(absent)} of a RoleHost")
+    return host
+
+
+def _offers(host: object, member: str) -> bool:
+    """Whether it is there, without calling a property."""
+    try:
+        inspect.getattr_static(host, member)
+    except AttributeError:
+        return False
+    return True
 
 
 USUAL = "training forward: own forward"

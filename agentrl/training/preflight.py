@@ -27,7 +27,7 @@ from agentrl.models.memory import PROCESS_BYTES, MemoryPlan, plan_memory
 from agentrl.models.shape import undivided_heads
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
-from agentrl.plugins.registry import check_engine, make_environment, tasks_of, tracker_makers
+from agentrl.plugins.registry import check_engine, load, make_environment, tasks_of, tracker_makers
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
@@ -236,7 +236,7 @@ def lacking_memory(recipe: Recipe, plan: MemoryPlan | None) -> list[str]:
     """List why the plan does not fit the GPUs of this machine: while it trains, and while servers sample beside what
     the trainer keeps. Nothing where a configuration or a GPU is not here."""
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-    if plan is None or not sizes or not on_gpu(recipe):
+    if plan is None or not sizes or not on_gpu(recipe) or recipe.cluster.trainer is not None:
         return []
     placement, launched = placement_of(recipe, member=True), launched_by(recipe.engine)
     shared = placement.shared and bool(launched.servers or launched.elsewhere)
@@ -283,6 +283,8 @@ def _lacking_heads(recipe: Recipe) -> list[str]:
 
 def _lacking_cluster(recipe: Recipe) -> list[str]:
     cluster = recipe.cluster
+    if (trainer := cluster.trainer) is not None:
+        return _error_line(lambda: load("trainers", trainer))
     if (address := cluster.address) is not None:
         return _error_line(lambda: reach(address))
     if cluster.nodes > 1:

@@ -23,7 +23,7 @@ from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE, ImageSpan
 from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Health
-from agentrl.learner.roles import USUAL, LocalRoles, RoleHost
+from agentrl.learner.roles import USUAL, LocalRoles, RoleHost, make_trainer
 from agentrl.learner.teacher import Guide, TeacherRole, filled, opening_of
 from agentrl.learner.teacher_server import TeacherServer
 from agentrl.plugins.environment import is_validation
@@ -303,7 +303,10 @@ def make_role_host(start: Start, initial: Recipe, player: Player) -> RoleHost:
     if player.chat.rewrites_history:
         display.note(f"chat: the template rewrites its history: {player.chat.rewrites_history}")
     role_host: RoleHost
-    if recipe.cluster.used:
+    if recipe.cluster.trainer is not None:
+        logs = start.open_folder().path / LOGS
+        role_host = make_trainer(recipe, initial, logs, display.note, display.phase)
+    elif recipe.cluster.used:
         from agentrl.distributed.remote import RayRoles
 
         logs, placement = start.open_folder().path / LOGS, start.checked.placement

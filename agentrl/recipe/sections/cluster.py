@@ -48,6 +48,9 @@ class ClusterSection(Section):
     each layer until the backward pass."""
     sequence_parallel: Workers = 1
     """Workers that share each sequence (Ulysses, arXiv:2309.14509)."""
+    trainer: str | None = None
+    """A trainer of another make, by its name (`agentrl.trainers`) or as module:attribute; null: ours. What it does with
+    workers, nodes and gpus is its own matter."""
 
     @model_validator(mode="after")
     def _workers(self) -> "ClusterSection":
@@ -65,6 +68,13 @@ class ClusterSection(Section):
                 "offload: parameters is for workers on a cluster; a single process keeps its weights on model.device: "
                 "set workers or gpus, or leave it out"
             )
+        if self.trainer is not None:
+            ours = {
+                "pools": self.pools, "shard": self.shard, "offload": self.offload, "restarts": self.restarts,
+                "sequence_parallel": self.sequence_parallel > 1,
+            }  # fmt: skip
+            if given := [key for key, value in ours.items() if value]:
+                raise ValueError(f"{' and '.join(given)}: of our own workers, which trainer {self.trainer} replaces")
         roles = [role for pool in self.pools for role in pool.roles]
         for role in roles:
             if roles.count(role) > 1:
@@ -79,4 +89,4 @@ class ClusterSection(Section):
     @property
     def used(self) -> bool:
         """Whether other processes do the tensor work."""
-        return self.size > 1 or self.address is not None or bool(self.pools) or self.gpus > 0
+        return self.size > 1 or self.address is not None or bool(self.pools or self.trainer) or self.gpus > 0

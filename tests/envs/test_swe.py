@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from agentrl_envs.swe import environment
 from agentrl_envs.swe.environment import SOURCE, TASKS, WORK, Swe, question
 from agentrl_envs.swe.make import (
     COPY,
@@ -245,7 +246,10 @@ async def test_tasks_that_are_graded_wrong_are_dropped_and_counted(made: Path, t
     assert names == {"clamp", "spell"}
 
 
-async def test_an_answer_by_heart_and_broken_code_earn_nothing(provider: WorkspaceProvider, made: Path) -> None:
+async def test_an_answer_by_heart_and_broken_code_earn_nothing(
+    provider: WorkspaceProvider, made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "SECONDS", 3.0)  # of what never ends
     env = Swe(str(made))
     task = next(task for task in env.tasks("test") if task.data["calls"][0][1] == "spell")
     expected = task.data["expected"][task.data["shown"]]

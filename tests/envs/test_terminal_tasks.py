@@ -3,6 +3,7 @@
 from random import Random
 
 import pytest
+from agentrl_envs.terminal_tasks import grade
 from agentrl_envs.terminal_tasks.demonstrations import DONE
 from agentrl_envs.terminal_tasks.environment import TerminalTasks
 from agentrl_envs.terminal_tasks.generate import job_of
@@ -116,7 +117,9 @@ CHEATS = {
 
 @needs_bubblewrap
 @pytest.mark.parametrize("name", CHEATS)
-async def test_a_cheat_earns_nothing_and_its_honest_twin_does(name, provider):
+async def test_a_cheat_earns_nothing_and_its_honest_twin_does(name, provider, monkeypatch):
+    if name == "a script that never ends":
+        monkeypatch.setattr(grade, "SECONDS", 4.0)
     kind, command = CHEATS[name]
     [task] = of_kind(kind, 1)
     job = job_of(task.data)

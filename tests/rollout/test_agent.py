@@ -1000,7 +1000,7 @@ async def test_what_is_kept_of_bodies_does_not_grow_with_what_they_hold_besides(
 
     async def solve(task: Task, client: AgentClient) -> None:
         tracemalloc.start()
-        for i in range(12):
+        for i in range(6):
             await said(client, [user(str(i))], metadata={"a": "b" * 1_000_000})
             gc.collect()
             kept.append(tracemalloc.get_traced_memory()[0])

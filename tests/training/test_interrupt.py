@@ -147,7 +147,10 @@ def test_a_run_that_is_done_ends_although_a_plugin_left_threads_and_tasks_that_h
 STUCK = [("compute", 2), ("sleep", 2), ("deaf", 2), ("hold", -9)]
 
 
-@pytest.mark.parametrize(("how", "code"), STUCK, ids=[how for how, _ in STUCK])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [pytest.param(how, code, id=how, marks=[pytest.mark.long] * (how in ("sleep", "deaf"))) for how, code in STUCK],
+)
 def test_a_plugin_that_holds_up_every_request_ends_the_run_saved(
     how: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

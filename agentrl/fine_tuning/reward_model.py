@@ -90,6 +90,8 @@ def _checked(recipe: Recipe) -> RewardModelSection:
         raise UserError("cluster: a reward model is trained in one process; leave the section out")
     if recipe.model.lora is not None:
         raise UserError("model.lora: a reward model is trained whole; leave the adapter out")
+    if recipe.model.compile:
+        raise UserError("model.compile: the layers of a reward model are not compiled; leave it out")
     return recipe.reward_model
 
 

@@ -239,6 +239,7 @@ def test_rollouts_of_a_task_are_pairs_by_their_rewards(start: Any, tmp_path: Pat
         (["reward_model=null"], "the recipe has no `reward_model` section"),
         (["cluster.workers=2"], "cluster: a reward model is trained in one process"),
         (["model.lora={}"], "model.lora: a reward model is trained whole"),
+        (["model.compile=true"], "model.compile: the layers of a reward model are not compiled"),
         (["model.path=./none"], "model.path: ./none is no folder"),
     ],
 )

@@ -11,8 +11,10 @@ import atexit
 import json
 import re
 import subprocess
+import threading
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -166,5 +168,7 @@ def _serve(program: str, recipe: str) -> str:
     for line in server.stdout:
         lines.append(line.strip())
         if found := _URL.search(line):
+            # Read on, or the server stands still once the pipe is full.
+            threading.Thread(target=deque, args=(server.stdout, 0), daemon=True).start()
             return found[0]
     raise ValueError(f"{' '.join(command)} ended: {' '.join(lines[-3:])[-300:]}")

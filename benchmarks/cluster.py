@@ -3,10 +3,12 @@
     python benchmarks/cluster.py                          the embedded model
     python benchmarks/cluster.py --hidden 512 --layers 8  a larger one with random weights
     python benchmarks/cluster.py --workers 1 2 4 train.micro_batch_tokens=4096
+    python benchmarks/cluster.py --hidden 256 --experts 8 a mixture of experts, also with its layers divided
 
 one process     the trainer of `cluster.workers: 1`, with our own forward
 module forward  one process with the forward that sharded weights use; the ratios are relative to this
 n workers       Ray, FSDP2 over gloo, n processes; 1 worker shows the overhead of the path itself
+experts, matrices  n workers with cluster.expert_parallel or cluster.tensor_parallel of n
 
 Each process has one thread. start-up: from the recipe to roles that can be called. logprobs: of the batch. update: a
 step of the learner on the batch (GRPO, one update). hand-over: copying the policy's weights to another model in this
@@ -20,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,7 @@ import torch
 from batches import make_batch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.flops import Workload, utilisation
@@ -41,14 +44,20 @@ from agentrl.recipe.schema import Recipe
 PARTS = ("start-up", "logprobs", "update", "hand-over")
 
 
-def make_model(hidden: int, layers: int, folder: Path) -> str:
-    """Save a model with random weights, the embedded model's tokenizer and a vocabulary of 32768; return the folder."""
-    config = Qwen3Config(
-        vocab_size=32768, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=max(1, hidden // 64), num_key_value_heads=max(1, hidden // 128), head_dim=64,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+def make_model(hidden: int, layers: int, experts: int, folder: Path) -> str:
+    """Save a model with random weights, the embedded model's tokenizer and a vocabulary of 32768; return the folder.
+
+    experts: of each layer, as wide as a dense layer together, of which a token uses two; 0: the layers are dense."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 32768, "hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": max(1, hidden // 64), "num_key_value_heads": max(1, hidden // 128), "head_dim": 64,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    if experts:
+        mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * hidden // experts}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **mixture)).save_pretrained(folder)
+    else:
+        Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(folder)
     AutoTokenizer.from_pretrained(embedded_path()).save_pretrained(folder)
     return str(folder)
 
@@ -61,10 +70,10 @@ def start_here(recipe: Recipe, module: bool) -> RoleHost:
     return role_host
 
 
-def start_workers(recipe: Recipe, workers: int, logs: Path) -> RoleHost:
+def start_workers(recipe: Recipe, cluster: dict[str, int], logs: Path) -> RoleHost:
     from agentrl.distributed.remote import RayRoles
 
-    spread = recipe.changed(cluster={"workers": workers})
+    spread = recipe.changed(cluster=cluster)
     return RayRoles(spread, spread, logs)
 
 
@@ -125,12 +134,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--answer", type=int, default=96)
     parser.add_argument("--hidden", type=int, default=0, help="of a model with random weights; 0: the embedded model")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer of that model; 0: none")
     parser.add_argument("overrides", nargs="*", help="KEY=VALUE of the recipe")
     options = parser.parse_intermixed_args(arguments)
+    if options.experts and not options.hidden:
+        parser.error("--experts is of a model with random weights: give --hidden")
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_model(options.hidden, options.layers, Path(folder) / "model") if options.hidden else "tiny"
+        model, place = "tiny", Path(folder) / "model"
+        if options.hidden:
+            model = make_model(options.hidden, options.layers, options.experts, place)
         overrides = [f"model.path={model}", "train.threads=1", "train.lr=1e-6", *options.overrides]
         recipe = Recipe.load(str(Path(__file__).parents[1] / "recipes" / "gsm8k_tool.yaml"), overrides)
         vocabulary = load_model(recipe.model)[0].get_input_embeddings().weight.shape[0]
@@ -139,9 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "one process": lambda: start_here(recipe, module=False),
             "module forward": lambda: start_here(recipe, module=True),
         }
-        for workers in options.workers:
-            name = f"{workers} worker{'s' if workers > 1 else ''}"
-            sides[name] = lambda workers=workers: start_workers(recipe, workers, Path(folder) / f"logs{workers}")  # type: ignore[misc]
+        clusters: dict[str, dict[str, int]] = {}
+        for n in options.workers:
+            clusters[f"{n} worker{'s' if n > 1 else ''}"] = {"workers": n}
+            if options.experts and n > 1:
+                clusters[f"{n} workers, experts"] = {"workers": n, "expert_parallel": n}
+                clusters[f"{n} workers, matrices"] = {"workers": n, "tensor_parallel": n}
+        for name, cluster in clusters.items():
+            sides[name] = partial(start_workers, recipe, cluster, Path(folder) / f"logs of {name}")
         show({name: measure(recipe, start, batch, options.rounds) for name, start in sides.items()}, batch)
 
 

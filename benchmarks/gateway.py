@@ -16,7 +16,8 @@ import gzip
 import json
 import multiprocessing
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.groups import rare_collections
 
 ANSWER = "The next step is to add both numbers, and then to look at the sum again. " * 2
 USER = "Go on, please, and say what you see there. " * 3
@@ -107,7 +109,10 @@ class Talk(Environment):
 SHAPES = ((1, 1), (1, 128), (32, 8), (100, 16), (100, 128), (1000, 4))  # rollouts at once, turns of each
 QUICK = ((1, 32), (32, 8))
 CONTEXT = 32_768
-LIMITS = RolloutSection(max_tokens=1 << 29, max_turn_tokens=4096, max_turns=1 << 20, timeout=3600, turn_timeout=3600)
+LIMITS = RolloutSection(
+    max_tokens=1 << 29, max_total_tokens=1 << 30, max_turn_tokens=4096, max_turns=1 << 20, timeout=3600,
+    turn_timeout=3600,
+)  # fmt: skip
 
 
 def client(work: Any, results: Any) -> None:
@@ -249,7 +254,6 @@ class Bench:
 
     async def hostile(self, body: str, chat: Any) -> tuple[str, float]:
         """How a hostile body is answered, and the longest seconds for which the loop stood still meanwhile."""
-        from agentrl.rollout.groups import rare_collections
         from agentrl.rollout.serve import ServedModel
 
         gateway, engine = Gateway(), Instant()
@@ -264,7 +268,7 @@ class Bench:
                 await asyncio.sleep(0.002)
                 stalls.append(time.perf_counter() - began - 0.002)
 
-        with gateway.serving(ServedModel(engine, chat, rollout)) as key, rare_collections():  # as in a run
+        with gateway.serving(ServedModel(engine, chat, rollout)) as key:
             beating = asyncio.create_task(beat())
             self._work.put(Attack(gateway.url, key, body))
             answer = await asyncio.to_thread(self._results.get)
@@ -344,25 +348,31 @@ async def _later(run: Callable[[int, int, int], Awaitable[float]], before: int) 
     return (9 * min([await run(8, 9, before) for _ in range(3)]) - first) / 8
 
 
+@contextmanager
+def clients() -> Iterator[Bench]:
+    """A bench whose clients are in a process of their own, which ends with this context."""
+    context = multiprocessing.get_context("spawn")
+    work, results = context.Queue(), context.Queue()
+    process = context.Process(target=client, args=(work, results), daemon=True)
+    process.start()
+    try:
+        yield Bench(work, results)
+    finally:
+        work.put(None)
+        process.join(10)
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two small shapes, one round")
     parser.add_argument("--only", choices=("cost", "stall"), help="one of the tables")
     arguments = parser.parse_args()
-    context = multiprocessing.get_context("spawn")
-    work, results = context.Queue(), context.Queue()
-    process = context.Process(target=client, args=(work, results), daemon=True)
-    process.start()
-    try:
-        bench = Bench(work, results)
+    with clients() as bench, rare_collections():  # as in a run
         if arguments.only != "stall":
             asyncio.run(measure(bench, arguments.quick))
         if arguments.only != "cost":
             asyncio.run(besiege(bench, arguments.quick))
-    finally:
-        work.put(None)
-        process.join(10)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from functools import cache
+from typing import NamedTuple, Protocol, cast, runtime_checkable
 
 from agentrl.constraint import Constraint
 from agentrl.images import ImageSize, ImageSpan
@@ -121,9 +122,20 @@ class Seeing(Protocol):
         ...
 
 
+@cache
+def _sees(kind: type) -> bool:
+    """Whether it is `Seeing`: once, as looking at what a protocol asks for takes as long as a short turn's bridge."""
+    return issubclass(kind, Seeing)
+
+
+def sees(chat: Chat) -> bool:
+    """Whether a chat is `Seeing`."""
+    return _sees(type(chat))
+
+
 def images_in(chat: Chat, ids: Sequence[int], messages: Sequence[Message]) -> list[ImageSpan]:
     """What `Seeing.images_in` does; nothing for a chat that does not see."""
-    return chat.images_in(ids, messages) if isinstance(chat, Seeing) else []
+    return cast(Seeing, chat).images_in(ids, messages) if sees(chat) else []
 
 
 @runtime_checkable

@@ -1,5 +1,6 @@
 """`Gatherer`: gathers sharded tensors on rank 0, one at a time; no other rank ever holds a whole one."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and offsets of a rank's part of a tensor, by dimension."""
@@ -33,6 +35,8 @@ class Gatherer:
         if self._group is None or not isinstance(tensor, DTensor):
             found = local(tensor).detach()
             return found.cpu() if self._rank == 0 else found.to("meta")
+        if 0 not in tensor.device_mesh.mesh:  # copies of what the first rank's mesh holds
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         owners = _owners(tuple(tensor.shape), tuple(tensor.placements), tensor.device_mesh)
         if self._rank != 0:
             if self._rank in owners:
@@ -65,27 +69,47 @@ def _owners(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Dev
     return found
 
 
+def part_of(tensor: DTensor) -> Span:
+    """The part of a sharded tensor that this rank holds."""
+    mesh = tensor.device_mesh
+    position = mesh.get_coordinate()
+    assert position is not None  # nobody else has the tensor
+    return span_of(tuple(tensor.shape), tuple(tensor.placements), tuple(mesh.mesh.shape), position)
+
+
 def span_of(
     shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int], position: Sequence[int]
 ) -> Span:
     """The part of a tensor that one rank holds.
 
     placements, ranks (their number), position (of the rank): by dimension of the mesh. A dimension of the tensor is cut
-    as by `torch.chunk`, first by the mesh's first dimension: the last parts may be short or empty.
+    as by `torch.chunk`, first by the mesh's first dimension: the last parts may be short or empty. Where FSDP2 cuts
+    what is divided already, it places the tensor as _StridedShard, by the earlier dimension of the mesh: that cut is
+    the second.
 
-    Raises NotImplementedError for a placement other than Replicate and Shard.
+    Raises NotImplementedError for another placement.
     """
     size, offset = list(shape), [0] * len(shape)
-    for placement, parts, index in zip(placements, ranks, position, strict=True):
+    cuts = list(zip(placements, ranks, position, strict=True))
+    later = [cut for cut in cuts if type(cut[0]) is _StridedShard]
+    for placement, parts, index in [*(cut for cut in cuts if type(cut[0]) is not _StridedShard), *later]:
         if type(placement) is Replicate:
             continue
-        if type(placement) is not Shard:
+        if type(placement) not in (Shard, _StridedShard) or not _divided(placement, placements, ranks):
             raise NotImplementedError(f"tensors placed as {placement}")
-        d = placement.dim
+        d = placement.dim  # type: ignore[attr-defined]
         largest = -(-size[d] // parts)
         start = min(size[d], largest * index)
         size[d], offset[d] = min(largest, size[d] - start), offset[d] + start
     return tuple(size), tuple(offset)
+
+
+def _divided(placement: Placement, placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
+    """Whether a _StridedShard says no more than that other dimensions of the mesh cut the same dimension before."""
+    if type(placement) is not _StridedShard:
+        return True
+    before = [n for p, n in zip(placements, ranks, strict=True) if type(p) is Shard and p.dim == placement.dim]
+    return placement.split_factor == math.prod(before)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -303,10 +303,12 @@ def _show_traffic(out: "Console", recipe: "Recipe") -> None:
     how, shape = Setting.of(recipe, recipe.cluster.size), read_shape(recipe.model)
     if how.shard > 1 and shape is not None:
         moved = Traffic.of(shape, how)
+        tokens = f", and {_size(moved.tokens)} of tokens for its experts and back" if moved.tokens else ""
         out.print(
             f"each worker receives {_size(moved.update)} of weights and {_size(moved.gradients)} of gradients per "
-            "micro-batch",
+            f"micro-batch{tokens}",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -5,6 +5,7 @@ Nothing heavy is imported here: the modules of the commands import only typer, a
 
 import atexit
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -208,6 +209,7 @@ def _show_log_lines() -> None:
 def _exit_soon(code: int) -> None:
     """End the process when threads of plugins still run after GRACE, or what is to run at exit after AT_EXIT: the
     interpreter would wait for them forever. Code that even holds the interpreter then ends with exit code 1."""
+    gc.freeze()  # else the interpreter looks through all objects, for one to three seconds once torch is there
     joined = threading.Event()
 
     def at_exit() -> None:

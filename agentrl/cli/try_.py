@@ -1,4 +1,4 @@
-"""`agentrl try`: call a tool or play one task, through the driver that training uses."""
+"""`agentrl try`: call a tool, play a task through the driver that training uses, or hold a trainer to its contract."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,12 +16,15 @@ _RECIPES = (".yaml", ".yml")
 
 
 def try_command(
-    what: Annotated[str, Argument(help="A tool or environment (installed, or module:attribute), or a recipe.")],
+    what: Annotated[
+        str, Argument(help="A tool, an environment or a trainer (installed, or module:attribute), or a recipe.")
+    ],
     rest: Annotated[
         Texts,
         Argument(
             metavar="[ARGUMENTS]...",
-            help="For a tool: the arguments of each call, as JSON. For a recipe: keys to change, as KEY=VALUE.",
+            help="For a tool: the arguments of each call, as JSON. For a recipe: keys to change, as KEY=VALUE. For a "
+            "trainer: keys of `cluster`, such as workers=2.",
         ),
     ] = None,
     args: Annotated[
@@ -47,18 +50,25 @@ def try_command(
         ),
     ] = None,
     model: Annotated[
-        Text, Option("--model", metavar="PATH", help="Let a model play: `tiny`, a folder, or a hub name.")
+        Text,
+        Option(
+            "--model",
+            metavar="PATH",
+            help="Let a model play: `tiny`, a folder, or a hub name. For a trainer: the one that it is tried on.",
+        ),
     ] = None,
     seed: Annotated[int, Option("--seed", help="Seed of the model's sampling and of the plugins.")] = 0,
 ) -> None:
     """Call a tool, or play one task: yourself, from a file of replies, or by a model. An agent that a recipe names does
-    the task, and you are its model.
+    the task, and you are its model. A trainer is driven beside ours, and the first promise that it breaks is named.
 
     agentrl try calculator '{"expression": "2*3"}'
 
     agentrl try gsm8k --task 0 --tools calculator
 
     agentrl try agent_openai --model tiny
+
+    agentrl try my_trainer workers=2
     """
     from agentrl.errors import UserError
 
@@ -72,6 +82,10 @@ def try_command(
         code = try_tool(
             what, keys, given, create=key_values(create or [], "--create "), tool=tool, images=images, seed=seed
         )
+    elif kind == "trainer":
+        if keys or create or tools or source is not None or replies is not None:
+            raise UserError("a trainer takes keys of `cluster`, such as workers=2, and --model alone")
+        code = _try_trainer(what, given, model)
     else:
         from agentrl.cli.try_env import Choice, try_env
 
@@ -81,7 +95,8 @@ def try_command(
 
 
 def kind_of(what: str) -> str:
-    """`tool`, `environment` or `recipe`; a tool or environment wins over a shipped recipe of the same name."""
+    """`tool`, `environment`, `trainer` or `recipe`; what is installed wins over a shipped recipe of the same name. What
+    module:attribute names is a tool if it is no class of an environment and makes no `RoleHost`."""
     from agentrl.errors import UserError, nearest
     from agentrl.plugins.registry import installed, load
     from agentrl.recipe.shipped import shipped_recipes
@@ -92,17 +107,47 @@ def kind_of(what: str) -> str:
         from agentrl.plugins.environment import Environment
 
         made = load("envs", what)
-        return "environment" if isinstance(made, type) and issubclass(made, Environment) else "tool"
+        if isinstance(made, type) and issubclass(made, Environment):
+            return "environment"
+        return "trainer" if _makes_roles(made) else "tool"
     tools, envs = ({plugin.name for plugin in installed(group)} for group in ("tools", "envs"))
     if what in tools and what in envs:
         raise UserError(f"{what!r} names a tool and an environment: write it as module:attribute")
     if what not in tools | envs:
+        if what in (trainers := {plugin.name for plugin in installed("trainers")}):
+            return "trainer"
         if what in shipped_recipes():
             return "recipe"
         if what in {plugin.name for plugin in installed("agents")}:
             raise UserError(f"{what!r} is an agent: try a recipe with it, such as agentrl try gsm8k_tool agent={what}")
-        raise UserError(f"no tool, environment or recipe {what!r} is installed{nearest(what, tools | envs)}")
+        near = nearest(what, tools | envs | trainers)
+        raise UserError(f"no tool, environment, trainer or recipe {what!r} is installed{near}")
     return "tool" if what in tools else "environment"
+
+
+def _makes_roles(made: object) -> bool:
+    """Whether it is a class with the methods of a `RoleHost`, or a function that says that it returns one."""
+    if isinstance(made, type):
+        return all(callable(getattr(made, method, None)) for method in ("weights", "save", "load", "close"))
+    returned = getattr(made, "__annotations__", {}).get("return")
+    return returned is not None and getattr(returned, "__name__", str(returned)).endswith("RoleHost")
+
+
+def _try_trainer(name: str, given: list[str], model: str | None) -> int:
+    """Hold a trainer to what the controller relies on. Raises UserError for the first promise that it breaks."""
+    from agentrl.errors import UserError
+    from agentrl.testing.trainer import check_trainer
+
+    try:
+        check_trainer(name, model=model or "tiny", cluster=key_values(given))
+    except AssertionError as error:
+        raise UserError(str(error)) from error
+    typer.echo(
+        f"trainer {name!r} keeps the contract on {model or 'tiny'}: log-probs, weights by name and layout, updates and "
+        f"gradient norms as ours, loss masks, checkpoints. Servers and your parallelism on GPUs were not tried: see "
+        f"docs/another_trainer.md"
+    )
+    return 0
 
 
 def _example(what: str) -> dict[str, Json]:

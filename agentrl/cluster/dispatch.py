@@ -13,17 +13,17 @@ MARK = "__agentrl_registered__"
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a group. Ranks with the same r // sequence_parallel work on the same part of the data."""
+    """The size of a group. Ranks with the same r // sharing work on the same part of the data."""
 
     workers: int
     """Ranks of the group."""
-    sequence_parallel: int = 1
+    sharing: int = 1
     """Ranks that share a part of the data."""
 
     @property
     def parts(self) -> int:
         """Number of parts that data are split into."""
-        return self.workers // self.sequence_parallel
+        return self.workers // self.sharing
 
 
 Scatter = Callable[[Shape, tuple[object, ...], dict[str, object]], tuple[list[Arguments | None], Any]]
@@ -134,7 +134,7 @@ def _split(shape: Shape, args: tuple[object, ...], kwargs: dict[str, object]) ->
         )
         for part in range(shape.parts)
     ]
-    return [calls[rank // shape.sequence_parallel] for rank in range(shape.workers)], next(iter(partitions.values()))
+    return [calls[rank // shape.sharing] for rank in range(shape.workers)], next(iter(partitions.values()))
 
 
 ONE_TO_ALL = Dispatch("one_to_all", _to_all, _outputs)
@@ -143,6 +143,6 @@ ALL_TO_ALL = Dispatch("all_to_all", _one_each, _outputs)
 """Take a list with one entry a worker for each argument; return the outputs by rank."""
 RANK_ZERO = Dispatch("rank_zero", _to_first, lambda shape, outputs, context: outputs[0])
 """Call worker 0 only; return its output."""
-SPLIT = Dispatch("split", _split, lambda shape, outputs, partition: partition.join(outputs[:: shape.sequence_parallel]))
+SPLIT = Dispatch("split", _split, lambda shape, outputs, partition: partition.join(outputs[:: shape.sharing]))
 """Split arguments with `distribute` over the data-parallel parts and send the others to all; return the outputs as
 joined by the first partition. No size has to divide the number of workers: that is up to `distribute`."""

@@ -81,7 +81,7 @@ class WorkerGroup:
     """SPMD workers of one class, one for each slot of a pool. The class's registered methods are methods of the group.
     Every worker sees the calls in the same order, from however many threads they come.
 
-    sequence_parallel: number of ranks that share a part of the data. timeout: seconds without an answer or a sign of
+    sharing: number of ranks that share a part of the data. timeout: seconds without an answer or a sign of
     progress (`Worker.heartbeat`) after which workers count as hung (START_SECONDS at least while they start). logs:
     folder on each worker's machine, for `<name>_<rank>.log`.
 
@@ -96,15 +96,13 @@ class WorkerGroup:
         name: str,
         logs: Path,
         timeout: float = 600.0,
-        sequence_parallel: int = 1,
+        sharing: int = 1,
         **kwargs: object,
     ) -> None:
-        if pool.workers % sequence_parallel:
-            raise ClusterError(
-                f"cluster.sequence_parallel={sequence_parallel} has to divide the {pool.workers} workers of {name!r}"
-            )
+        if pool.workers % sharing:
+            raise ClusterError(f"{sharing} workers that share data have to divide the {pool.workers} of {name!r}")
         self.name, self.timeout = name, timeout
-        self.shape = Shape(pool.workers, sequence_parallel)
+        self.shape = Shape(pool.workers, sharing)
         self._advice = getattr(worker_class, "memory_advice", "give it less at once")
         self._sending = threading.Lock()
         self._open: dict[ObjectRef[Answer], tuple[int, str]] = {}  # calls not answered yet, oldest first: rank, method

@@ -1,16 +1,17 @@
 """Activation checkpointing (arXiv:1604.06174): a layer keeps only its input, and runs again in the backward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from agentrl.compute.hf_attention import checkpoint_contexts
+from agentrl.compute.offload import InputsOnHost
 from agentrl.models.shape import longest_list
 
 if TYPE_CHECKING:
@@ -23,8 +24,10 @@ def recompute(model: "PreTrainedModel", offload: bool = False) -> None:
     offload: keep the inputs of the layers in CPU memory until then. A layer runs again with the attention of its first
     pass, although the block that replaced the attention is left by then.
     """
-    for block in blocks_of(model):
-        _wrap(block, model, offload)
+    blocks = blocks_of(model)
+    inputs = InputsOnHost(len(blocks)) if offload else None
+    for number, block in enumerate(blocks):
+        _wrap(block, model, partial(inputs.around, number) if inputs is not None else None)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -40,25 +43,16 @@ def _has_table(module: nn.Module) -> bool:
     return any(isinstance(inner, nn.Embedding) for inner in module.modules())
 
 
-def _wrap(block: nn.Module, model: "PreTrainedModel", offload: bool) -> None:
+def _wrap(
+    block: nn.Module, model: "PreTrainedModel", hooks: Callable[[Sequence[object]], saved_tensors_hooks | None] | None
+) -> None:
     once = block.forward
 
     def forward(*arguments: object, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return once(*arguments, **options)
         around = partial(checkpoint_contexts, model)
-        with _on_host([*arguments, *options.values()]) if offload else nullcontext():
+        with (hooks and hooks([*arguments, *options.values()])) or nullcontext():
             return checkpoint(once, *arguments, use_reentrant=False, context_fn=around, **options)
 
     block.forward = forward
-
-
-def _on_host(arguments: Sequence[object]) -> saved_tensors_hooks:
-    """Keep tensors saved for the backward pass in CPU memory if they have the shape of the layer's input, the first
-    tensor of `arguments`. Positions and others that all layers share stay on their device."""
-    shape = next(each.shape for each in arguments if isinstance(each, Tensor))
-
-    def pack(saved: Tensor) -> tuple[torch.device, Tensor]:
-        return saved.device, saved.to("cpu") if saved.shape == shape and saved.is_floating_point() else saved
-
-    return saved_tensors_hooks(pack, lambda kept: kept[1].to(kept[0]))

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from heapq import heappop, heappush
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -460,28 +461,33 @@ def _filled(trees: Sequence[PrefixTree], most: int) -> list[list[Piece]]:
 def _placed(pieces: Sequence[Piece], trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
     """The largest piece first, each where the load is least afterwards (LPT, Graham 1969; what a part computes already
     costs nothing). Pieces of a tree in one part become one."""
-    loads = np.zeros(parts)
-    owners: dict[int, Ints] = {}  # tree -> the part that computes each path, -1 where none does yet
-    placed: list[dict[int, Piece]] = [{} for _ in range(parts)]
+    loads, least = [0] * parts, [(0, part) for part in range(parts)]  # a heap; entries of former loads are passed over
+    owners: dict[int, Ints] = {}  # tree with several roots -> the part that computes each path, -1 where none does yet
+    holders: dict[int, dict[int, int]] = {}  # tree -> what each part has of it already
+    placed: list[dict[int, list[Piece]]] = [{} for _ in range(parts)]
     for piece in sorted(pieces, key=lambda p: (-p.tokens, p.tree, p.places)):
-        tree, there = trees[piece.tree], np.zeros(parts)  # what each part has of it already
-        if (owner := owners.get(piece.tree)) is not None:
-            known = owner >= 0
-            if tree.root is not None:
-                there[owner[known]] = tree.root
-            else:
-                np.maximum.at(there, owner[known], tree.common(piece.places[0])[known])
-        after = loads + piece.tokens - there
-        part = int(after.argmin())
-        loads[part] = after[part]
-        if other := placed[part].get(piece.tree):
-            places = tuple(sorted(other.places + piece.places))
-            placed[part][piece.tree] = Piece(piece.tree, other.tokens + piece.tokens - int(there[part]), places)
-        else:
-            placed[part][piece.tree] = piece
-        if len(piece.places) < len(tree.samples):
+        tree, there = trees[piece.tree], holders.get(piece.tree, {})
+        if tree.root is None and (owner := owners.get(piece.tree)) is not None:
+            common, known = tree.common(piece.places[0]), owner >= 0
+            there = {int(part): int(common[owner == part].max()) for part in np.unique(owner[known])}
+        while loads[least[0][1]] != least[0][0]:
+            heappop(least)
+        load, part = min((loads[part] + piece.tokens - there.get(part, 0), part) for part in {*there, least[0][1]})
+        loads[part] = load
+        heappush(least, (load, part))
+        added = replace(piece, tokens=piece.tokens - there[part]) if part in there else piece
+        placed[part].setdefault(piece.tree, []).append(added)
+        if len(piece.places) < len(tree.samples) and tree.root is not None:
+            holders.setdefault(piece.tree, {})[part] = tree.root
+        elif len(piece.places) < len(tree.samples):
             owners.setdefault(piece.tree, np.full(len(tree.samples), -1))[list(piece.places)] = part
-    return [list(part.values()) for part in placed]
+    return [[_as_one(own) if len(own) > 1 else own[0] for own in part.values()] for part in placed]
+
+
+def _as_one(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of a tree as one; the tokens of each are what it adds to those before it."""
+    places = sorted(chain.from_iterable(piece.places for piece in pieces))
+    return Piece(pieces[0].tree, sum(piece.tokens for piece in pieces), tuple(places))
 
 
 def _evened(parts: list[list[Piece]], trees: Sequence[PrefixTree]) -> list[list[Piece]]:
@@ -501,16 +507,16 @@ def _evened(parts: list[list[Piece]], trees: Sequence[PrefixTree]) -> list[list[
 def _exchanged(full: list[Piece], other: list[Piece], gap: float) -> bool:
     """Give the piece, or exchange the two, whose difference in tokens is nearest to half the gap; False if none is."""
     given = np.array([p.tokens for p in full], float)
-    taken = np.array([0, *(p.tokens for p in other)], float)
-    change = given[:, None] - taken
-    change[(change <= 0) | (change >= gap)] = np.inf
-    off = np.abs(change - gap / 2)
-    if not np.isfinite(off).any():
+    taken, first = np.unique(np.array([0, *(p.tokens for p in other)], float), return_index=True)
+    above = np.searchsorted(taken, given - gap / 2)
+    nearest = np.clip([above - 1, above], 0, len(taken) - 1)
+    off = np.abs(given - taken[nearest] - gap / 2)
+    if not off.size or (least := off.min()) >= gap / 2:  # more would be given than the gap, or nothing
         return False
-    i, j = np.unravel_index(int(off.argmin()), off.shape)
-    swapped = full.pop(int(i))
+    i, j = min((int(i), int(first[nearest[side, i]])) for side, i in np.argwhere(off == least))
+    swapped = full.pop(i)
     if j:
-        full.append(other.pop(int(j) - 1))
+        full.append(other.pop(j - 1))
     other.append(swapped)
     return True
 

@@ -53,12 +53,15 @@ SINGLE_PROCESS = SingleProcess()
 class TorchProcessGroup:
     """The ranks of torch's default process group, with collectives over tensors on `device`.
 
-    heartbeat: called after each pass.
+    heartbeat: called after each pass. tensor: number of ranks that compute each pass together: their gradients are of
+    one and the same loss.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", heartbeat: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, device: torch.device | str = "cpu", heartbeat: Callable[[], None] = lambda: None, tensor: int = 1
+    ) -> None:
         self._device, self.heartbeat = device, heartbeat
-        self.size: int = dist.get_world_size()
+        self.size: int = dist.get_world_size() // tensor
 
     def max_over_ranks(self, count: int) -> int:
         """The maximum of `count` over the ranks; a collective."""

@@ -57,7 +57,12 @@ class PrefixTree:
 
     def cost_between(self, low: int, high: int) -> int:
         """That of the paths low .. high - 1."""
-        return int((self.lengths[low:high] - self.shared[low:high]).sum() + self.shared[low])
+        return int(self._sums[high] - self._sums[low] + self.shared[low])
+
+    @cached_property
+    def _sums(self) -> Ints:
+        """The tokens that are computed for all paths before each, and for all."""
+        return np.concatenate([[0], np.cumsum(self.lengths - self.shared)])
 
     def common(self, place: int) -> Ints:
         """How many tokens at its beginning the path at `place` has in common with each, int64 [n]."""

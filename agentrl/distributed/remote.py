@@ -300,7 +300,7 @@ class RayRoles:
             name="trainer" if actor else "_".join(roles),
             logs=self._logs,
             timeout=recipe.cluster.timeout,
-            sequence_parallel=recipe.cluster.sequence_parallel if actor else 1,
+            sharing=recipe.cluster.sharing if actor else 1,
         )
         self._stack.callback(group.close)
         self._groups |= dict.fromkeys(roles, group)

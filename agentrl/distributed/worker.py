@@ -46,6 +46,8 @@ from agentrl.weights.source import ModelWeights, NamedTensor, buckets
 
 Floats = npt.NDArray[np.float32]
 BEAT_SECONDS = 5.0
+WHOLE = {"shard": 0, "sequence_parallel": 1, "tensor_parallel": 1, "expert_parallel": 1}
+"""Of a pool of its own, which is sharded over itself."""
 BUCKET_BYTES = 256 << 20
 """Bytes of whole tensors handed over at once; two buckets exist at a time."""
 
@@ -72,10 +74,10 @@ class TrainWorker(InstrumentedWorker):
         self.start_measuring()
         self._fetch(resolve(self.recipe.model.path))
         cluster = self.recipe.cluster
-        if "actor" not in roles:  # a pool of its own is sharded over itself
-            cluster = cluster.model_copy(update={"shard": 0, "sequence_parallel": 1})
+        if "actor" not in roles:
+            cluster = cluster.model_copy(update=WHOLE)
         context = make_context(cluster, self.device)
-        ranks = TorchProcessGroup(self.device, self.heartbeat)
+        ranks = TorchProcessGroup(self.device, self.heartbeat, cluster.tensor_parallel)
         self._saving = dist.new_group(backend="gloo")  # a save goes on beside the collectives of training
         self._save: Pending | None = None
         self._weights: Iterator[list[NamedTensor]] = iter(())

@@ -201,8 +201,9 @@ def check_tools(tools: object, fields: Fields) -> tuple[str, ...]:
 
 def _each(body: Mapping[str, Json], fields: Fields) -> Iterator[tuple[str, Json]]:
     """Yield name and value of what is not served, with the fields of objects in place of these."""
-    for name in body.keys() - fields.served:
-        value = body[name]
+    for name, value in body.items():
+        if name in fields.served:
+            continue
         if name not in fields.objects:
             yield name, value
         elif isinstance(value, dict):  # else it is refused where it is read

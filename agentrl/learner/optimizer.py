@@ -7,9 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from agentrl.compute.offload import Copy, PinnedMemory, Transfers, transfers_of
+from agentrl.models.memory import BUCKET_BYTES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration: steep at 0, between 0.7 and 1.2 near 1."""
@@ -56,7 +60,8 @@ class Optimizer:
     same order.
 
     parameters: with names, as from `named_parameters`, or without; then their numbers are their names. max_norm: the
-    gradient norm to clip to. offload: keep the moments in CPU memory except during `step`.
+    gradient norm to clip to. offload: keep the moments in pinned CPU memory; `step` has those of a few parameters at a
+    time on the device, and copies the next and the last ones meanwhile.
     """
 
     def __init__(
@@ -70,18 +75,30 @@ class Optimizer:
         named = [p if isinstance(p, tuple) else (str(number), p) for number, p in enumerate(parameters)]
         self.names = [name for name, p in named if p.requires_grad]
         self.parameters = [p for _, p in named if p.requires_grad]
-        self.max_norm, self.offload = max_norm, offload
+        self.max_norm = max_norm
         self.begun = 0
         """Number of steps that changed the weights, or began to."""
         self.masters = [p if p.dtype == torch.float32 else p.detach().float().clone() for p in self.parameters]
         self._copied = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if m is not p]
         for parameter, master in self._copied:
             _take_gradients(parameter, master)
-        groups = [
-            {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
-            {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
+        self._transfers = transfers_of(self.masters[0].device) if offload and self.masters else None
+        self._host = PinnedMemory()
+        self._adams = [
+            torch.optim.AdamW(
+                [
+                    {"params": [m for m in part if m.dim() > 1], "weight_decay": weight_decay},
+                    {"params": [m for m in part if m.dim() <= 1], "weight_decay": 0.0},
+                ],
+                lr=0.0,
+                betas=betas,
+                fused=True,
+            )
+            for part in (_buckets(self.masters) if self._transfers is not None else [self.masters])
         ]
-        self.adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
+        self._owner = {m: adam for adam in self._adams for group in adam.param_groups for m in group["params"]}
+        self._last: Copy | None = None
+        """The last copy of moments to the host, which may still wait for it."""
 
     def step(self, rate: float) -> float:
         """Apply the gradients at learning rate `rate`, and clear them; return their norm before clipping.
@@ -91,13 +108,13 @@ class Optimizer:
         norm = self._clip()
         if math.isfinite(norm):
             self.begun += 1
-            for group in self.adam.param_groups:
-                group["lr"] = rate
-            if self.offload:
-                self._move_moments(offload=False)
-            self.adam.step()
-            if self.offload:
-                self._move_moments(offload=True)
+            for adam in self._adams:
+                for group in adam.param_groups:
+                    group["lr"] = rate
+            if self._transfers is None:
+                self._adams[0].step()
+            else:
+                self._step_by_buckets(self._transfers)
             self._publish()
         self.clear()
         return norm
@@ -110,15 +127,44 @@ class Optimizer:
     def _clip(self) -> float:
         for parameter, master in self._copied:  # a gradient that was set, not computed
             _move_gradient(weakref.ref(master), parameter)
-        norm = nn.utils.clip_grad_norm_(self.masters, self.max_norm)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        return clip(self.masters, self.max_norm)
 
-    def _move_moments(self, offload: bool) -> None:
-        """Move the moments to CPU memory, or to the devices of their parameters."""
-        for master, state in self.adam.state.items():
+    def _step_by_buckets(self, transfers: Transfers) -> None:
+        """Step one bucket after another, whose moments are on the device meanwhile. Their memory there is free again
+        when they are copied back, for which the device waits after the next bucket's step."""
+        moments = [
+            [(self._state(master), kind) for group in adam.param_groups for master in group["params"]
+             if master.grad is not None for kind in OFFLOADED]
+            for adam in self._adams
+        ]  # fmt: skip
+        host = [[local(state[kind]) for state, kind in bucket] for bucket in moments]
+        coming = [transfers.to_device(tensor) for tensor in host[0]]
+        held: list[Tensor] = []  # until the copies of them are made
+        leaving: list[Copy] = []
+        for number, adam in enumerate(self._adams):
+            here = [transfers.wait(copy) for copy in coming]
+            coming = [transfers.to_device(tensor) for tensor in (*host, [])[number + 1]]
+            _place(moments[number], here)
+            adam.step()
+            _place(moments[number], host[number])
+            for copy in leaving:
+                transfers.wait(copy)
+            held, leaving = here, [transfers.to_host(*pair) for pair in zip(here, host[number], strict=True)]
+        for copy in leaving:
+            transfers.wait(copy)
+            self._last = copy
+        held.clear()
+
+    def _state(self, master: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter; what AdamW has not created yet is created as 0."""
+        state: dict[str, Tensor] = self._owner[master].state[master]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             for kind in OFFLOADED:
-                if kind in state:
-                    state[kind] = _to(state[kind], torch.device("cpu") if offload else local(master).device)
+                state[kind] = torch.zeros_like(master)
+                if self._transfers is not None:
+                    _place([(state, kind)], [self._host.zeros_like(local(state[kind]))])
+        return state
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -130,12 +176,11 @@ class Optimizer:
         `step.<parameter>`, and `master.<parameter>` if there is a master. State that AdamW has not created yet is
         created as 0.
         """
+        if self._transfers is not None and self._last is not None:
+            self._transfers.finish(self._last)
         found: dict[str, Tensor] = {}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            state = self.adam.state[master]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            state = self._state(master)
             found.update({f"{kind}.{name}": state[kind] for kind in MOMENTS})
             if master is not parameter:
                 found[f"master.{name}"] = master
@@ -151,17 +196,57 @@ class Optimizer:
         self._publish()
 
 
+def clip(parameters: Iterable[Tensor], max_norm: float) -> float:
+    """Scale the gradients down to a total norm of at most `max_norm`; return the norm before. They may be sharded over
+    several meshes, which no single operation of torch accepts: each mesh adds up what its ranks hold."""
+    meshes: dict[object, list[Tensor]] = {}
+    for gradient in [p.grad for p in parameters if p.grad is not None]:
+        where = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        meshes.setdefault(where, []).append(gradient)
+    norms = [_norm(gradients) for gradients in meshes.values()]
+    total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradients in meshes.values():
+        torch._foreach_mul_([local(gradient) for gradient in gradients], scale)
+    return float(total)
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of gradients that lie alike, over all ranks."""
+    squared = nn.utils.get_total_norm([local(gradient) for gradient in gradients]).square()
+    if isinstance(first := gradients[0], DTensor):
+        for dimension, placement in enumerate(first.placements):
+            if not placement.is_replicate():
+                dist.all_reduce(squared, group=first.device_mesh.get_group(dimension))
+    return squared.sqrt()
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; the shard of a sharded tensor is moved in place."""
-    if not isinstance(tensor, DTensor):
-        return tensor.to(device)
-    tensor._local_tensor = tensor._local_tensor.to(device)
-    return tensor
+def _place(moments: Sequence[tuple[dict[str, Tensor], str]], where: Sequence[Tensor]) -> None:
+    """Let `where` be the moments, each by its parameter's state and its kind; of sharded ones, this rank's shards."""
+    for (state, kind), tensor in zip(moments, where, strict=True):
+        if isinstance(moment := state[kind], DTensor):
+            moment._local_tensor = tensor
+        else:
+            state[kind] = tensor
+
+
+def _buckets(masters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Parameters in order, cut where their moments come to more than BUCKET_BYTES."""
+    found: list[list[Tensor]] = []
+    size = BUCKET_BYTES
+    for master in masters:
+        moments = len(OFFLOADED) * local(master).nbytes
+        if not found or size + moments > BUCKET_BYTES:
+            found.append([])
+            size = 0
+        found[-1].append(master)
+        size += moments
+    return found
 
 
 _GRADIENT_HOOKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

@@ -5,6 +5,7 @@ The choice depends on the machine only, not on measured times, so that two runs 
 
 import functools
 import platform
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,26 @@ from torch import Tensor
 
 from agentrl.models.autograd import Context
 
+ZEN_5 = 26
+"""The processor family, as /proc/cpuinfo has it."""
+
 
 @functools.cache
 def prefers_onednn() -> bool:
-    """Whether float32 products should use oneDNN: of AMD's processors with AVX-512, MKL uses half the width.
+    """Whether float32 products should use oneDNN: of AMD's processors that compute 512 bits at once (Zen 5 on), MKL
+    uses half the width.
 
-    With AVX2 alone MKL is as fast for many rows and up to ten times as fast for few, and oneDNN keeps up to a megabyte
-    for each shape that it met: hundreds of megabytes in a run, whose packed rows all differ in length.
+    On others MKL is as fast for many rows and up to ten times as fast for few (Zen 4 takes two steps for 512 bits), and
+    oneDNN keeps up to a megabyte for each shape that it met: hundreds of megabytes in a run, whose packed rows all
+    differ in length.
     """
     backends: Any = torch.backends
     if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
         return False
-    return "AuthenticAMD" in _cpu_name() and "AVX512" in backends.cpu.get_cpu_capability()
+    text = _cpu_name()
+    family = re.search(r"cpu family\s*:\s*(\d+)", text)
+    wide = family is not None and int(family[1]) >= ZEN_5
+    return "AuthenticAMD" in text and wide and "AVX512" in backends.cpu.get_cpu_capability()
 
 
 def packs(weight: Tensor) -> bool:

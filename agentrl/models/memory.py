@@ -14,6 +14,10 @@ BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of a number, by `model.dtype`."""
 MOMENT_BYTES = 8
 """Bytes of the two float32 moments of a parameter."""
+BUCKET_BYTES = 1 << 28
+"""Offloaded moments that are copied and stepped together, unless one parameter's are larger."""
+BUCKETS = 3
+"""Of them, on the device at once: one is stepped, while the next one comes and the one before leaves."""
 MASTER_BYTES = 4
 """Bytes of the float32 master of a parameter of lower precision."""
 GRADIENT_BYTES = 4
@@ -68,6 +72,10 @@ class Setting:
     """Minimum predictions whose logits exist at once."""
     frozen: bool = False
     """Whether the vision tower is not trained."""
+    tensor: int = 1
+    """Workers that divide the matrices of a layer."""
+    dealt: int = 1
+    """Workers that divide the experts of a layer."""
 
     @classmethod
     def of(cls, recipe: Recipe, workers: int, *, actor: bool = True) -> "Setting":
@@ -87,6 +95,8 @@ class Setting:
             averaged=recipe.algorithm.reference is not None and recipe.algorithm.reference.ema is not None,
             rows=GPU_LOGIT_ROWS if on_gpu(recipe) else LOGIT_ROWS,
             frozen="vision" in recipe.model.freeze,
+            tensor=cluster.tensor_parallel if actor else 1,
+            dealt=max(cluster.tensor_parallel, cluster.expert_parallel) if actor else 1,
         )
 
 
@@ -125,7 +135,9 @@ class MemoryPlan:
     cache_token: int
     """Keys and values of one token in the engine, over all of its GPUs."""
     moments: int
-    """Moments of the optimizers in CPU memory, except during their steps."""
+    """Moments of the optimizers in CPU memory."""
+    stepped: int
+    """Of them, on the device at once during a step."""
     saved: int
     """Activations in CPU memory until the backward pass."""
     offload: bool
@@ -148,7 +160,7 @@ class MemoryPlan:
     def device(self) -> int:
         """Peak bytes on the worker's device."""
         passing = self.gathered + self.activations + self.tower + self.logits
-        return passing if self.offload else self.kept - self.moments + max(passing, self.moments)
+        return passing if self.offload else self.kept - self.moments + max(passing, self.stepped)
 
     def beside(self, ranks: int) -> int:
         """Estimate the bytes of a worker's device that others take while it trains. ranks: of the server that sleeps
@@ -198,6 +210,7 @@ def plan(
     trains = actor or "critic" in roles
     weights, gradients, optimizer = _trained(shape, setting) if actor else (0, 0, 0)
     value = sum(_trained(critic or shape, setting)) if "critic" in roles else 0
+    moments = [_moments(each, setting) for each in trained if each is not None] if setting.optimizer else []
     kept = setting.size + (4 if setting.size < 4 else 0) if setting.averaged else setting.compute
     reward = (reward_model or shape).parameters * setting.compute // setting.shard if "reward_model" in roles else 0
     return MemoryPlan(
@@ -215,7 +228,8 @@ def plan(
         tower=_tower(shape, setting, trains),
         logits=_logits(shape, setting) if actor else 0,
         cache_token=shape.kv * setting.compute,
-        moments=sum(_moments(each, setting) for each in trained if each is not None) if setting.optimizer else 0,
+        moments=sum(moments),
+        stepped=max((min(each, _stepped(shape, setting)) for each in moments), default=0),
         saved=_saved(shape, setting) if trains and setting.host_activations else 0,
         offload=setting.offload,
     )
@@ -256,9 +270,16 @@ def _moments(shape: Shape, setting: Setting) -> int:
     return _changed(shape, setting) * MOMENT_BYTES // setting.shard
 
 
+def _stepped(shape: Shape, setting: Setting) -> int:
+    """The bytes of moments on the device during a step: buckets, the largest of which may be one parameter's."""
+    largest = max(shape.vocabulary * shape.hidden, shape.experts // max(1, shape.layers))
+    return BUCKETS * max(BUCKET_BYTES, largest * MOMENT_BYTES // setting.shard)
+
+
 def _saved(shape: Shape, setting: Setting) -> int:
-    """The bytes of the inputs of all layers except the one that runs."""
-    return -(-setting.tokens // setting.sequence) * setting.compute * shape.hidden * (shape.layers - 1)
+    """The bytes of the inputs of all layers but the last one; torch rounds pinned memory up to a power of two."""
+    each = -(-setting.tokens // setting.sequence) * setting.compute * shape.hidden
+    return (1 << (each - 1).bit_length()) * (shape.layers - 1)
 
 
 def _gathered(shape: Shape, setting: Setting, trains: bool) -> int:
@@ -266,12 +287,19 @@ def _gathered(shape: Shape, setting: Setting, trains: bool) -> int:
     the whole gradients of a layer until they are averaged, and those of the root, which are averaged last."""
     if setting.shard == 1 and not setting.offload:
         return shape.parameters * setting.compute if setting.compute < setting.size else 0
-    whole = (shape.root + 2 * shape.layer) * setting.compute
+    layer = shape.layer - _elsewhere(shape, setting) // max(1, shape.layers)
+    whole = (shape.root + 2 * layer) * setting.compute
     if shape.adapter or not trains:
         return whole
-    in_layers = whole + shape.root * setting.compute + shape.layer * (setting.compute + REDUCE_BYTES)
+    in_layers = whole + shape.root * setting.compute + layer * (setting.compute + REDUCE_BYTES)
     at_the_end = shape.root * (2 * setting.compute + REDUCE_BYTES)
     return max(in_layers, at_the_end)
+
+
+def _elsewhere(shape: Shape, setting: Setting) -> int:
+    """The parameters of layers that this worker never holds: parts of matrices and experts that are others'."""
+    dense = shape.parameters - shape.root - shape.experts
+    return dense - dense // setting.tensor + shape.experts - shape.experts // setting.dealt
 
 
 def _activations(shape: Shape, setting: Setting, trains: bool) -> int:
@@ -280,7 +308,7 @@ def _activations(shape: Shape, setting: Setting, trains: bool) -> int:
     if not trains:
         numbers = layer
     elif setting.checkpointing:
-        numbers = layer + shape.hidden * (1 if setting.host_activations else shape.layers)
+        numbers = layer + shape.hidden * (min(2, shape.layers) if setting.host_activations else shape.layers)
     else:
         numbers = layer * shape.layers
     return -(-setting.tokens // setting.sequence) * setting.compute * numbers
@@ -318,18 +346,33 @@ class Traffic:
     """Weights gathered for a pass with gradients, which gathers every layer again in the backward pass."""
     gradients: int
     """Gradients averaged over the workers that hold one copy."""
+    tokens: int = 0
+    """Hidden states of a full micro-batch on their way to dealt experts and back, in a pass with gradients."""
 
     @classmethod
     def of(cls, shape: Shape, setting: Setting) -> "Traffic":
         """Compute the traffic of a model under a setting."""
         layers = shape.parameters - shape.root
         trained = shape.adapter or shape.parameters
+        experts, groups = shape.experts * (setting.dealt > 1), max(1, setting.shard // setting.dealt)
 
-        def received(numbers: int, size: int) -> int:
-            return numbers * size * (setting.shard - 1) // setting.shard
+        def received(numbers: int, size: int, passes: int = 1) -> int:
+            dense = (numbers - passes * experts) * size * (setting.shard - 1) // setting.shard
+            return dense + passes * experts // setting.dealt * size * (groups - 1) // groups
 
         return cls(
             forward=received(shape.parameters, setting.compute),
-            update=received(2 * layers + shape.root, setting.compute),
-            gradients=received(trained, REDUCE_BYTES),
+            update=received(2 * layers + shape.root, setting.compute, 2),
+            gradients=received(trained, REDUCE_BYTES, int(not shape.adapter)),
+            tokens=_travelling(shape, setting),
         )
+
+
+def _travelling(shape: Shape, setting: Setting) -> int:
+    """The bytes of `Traffic.tokens`: each token goes to the experts that its router chooses, and comes back; gradients
+    take the same ways, and a layer that is computed again sends its tokens again."""
+    if setting.dealt == 1:
+        return 0
+    ways = 6 if setting.checkpointing else 4
+    each = setting.tokens * shape.routed * shape.hidden * setting.compute * shape.layers
+    return ways * each * (setting.dealt - 1) // setting.dealt

@@ -1,11 +1,13 @@
 """`Shape`: what a model's configuration says about its size. Counted on the meta device, nothing is loaded."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agentrl.models.load import check_family, class_for, overridden, resolve
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.recipe.sections.model import LoraSection, ModelSection
 
 if TYPE_CHECKING:
@@ -55,6 +57,10 @@ class Shape:
     """Numbers that a token's keys and values take, over all layers."""
     tower: Tower | None = None
     """Of a model that sees."""
+    experts: int = 0
+    """The number of parameters of all experts of a mixture."""
+    routed: int = 0
+    """Number of experts that a token goes through in a layer."""
 
     @classmethod
     def of(
@@ -86,6 +92,8 @@ class Shape:
             vocabulary=text.vocab_size,
             kv=int(2 * text.num_hidden_layers * heads * head),
             tower=tower[1],
+            experts=sum(p.numel() for name, p in model.named_parameters() if ".experts." in name),
+            routed=getattr(text, "num_experts_per_tok", None) or 0,
         )
 
 
@@ -113,6 +121,8 @@ def read_config(section: ModelSection, fetch: bool = False) -> "PretrainedConfig
     return overridden(config, section)
 
 
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+"""Names that configurations have for the number of experts in a layer."""
 DEFAULT_CONTEXT = 4096
 """Tokens, for a model whose configuration names no maximum."""
 _OF_ENGINE = ("max_context", "context-length", "max-model-len")
@@ -149,8 +159,8 @@ def short_context(recipe: Recipe, context: int) -> str | None:
     return f"rollout.max_tokens {most} is more than the model's context: conversations end at {context} tokens"
 
 
-def undivided_heads(section: ModelSection, ranks: int) -> str | None:
-    """Why `ranks` workers cannot share a model's sequences (see `heads_fault`); None: they can, or its
+def undivided(section: ModelSection, cluster: ClusterSection) -> str | None:
+    """Why the workers cannot share a model's sequences, matrices or experts as `cluster` says; None: they can, or its
     configuration is not on this machine."""
     from transformers import AutoConfig
 
@@ -160,17 +170,36 @@ def undivided_heads(section: ModelSection, ranks: int) -> str | None:
         )
     except (OSError, ValueError):
         return None
-    return heads_fault(overridden(config, section), ranks)
+    config = overridden(config, section)
+    return (
+        heads_fault(config, cluster.sequence_parallel)
+        or heads_fault(config, cluster.tensor_parallel, "tensor_parallel")
+        or experts_fault(config, cluster.expert_parallel)
+    )
 
 
-def heads_fault(config: "PretrainedConfig", ranks: int) -> str | None:
+def experts_fault(config: "PretrainedConfig", ranks: int) -> str | None:
+    """Why the experts of a model cannot be dealt over `ranks` workers; None: they can."""
+    text = config.get_text_config()
+    count = next((n for name in EXPERTS if isinstance(n := getattr(text, name, None), int)), 0)
+    if ranks == 1 or (count and count % ranks == 0):
+        return None
+    if not count:
+        return f"cluster.expert_parallel is {ranks}, and the model has no experts ({text.model_type}): leave it at 1"
+    return f"cluster.expert_parallel: {count} experts are not shared evenly by {ranks} workers"
+
+
+def heads_fault(config: "PretrainedConfig", ranks: int, key: str = "sequence_parallel") -> str | None:
     """Why the attention heads of a model cannot be dealt out to `ranks` workers; None: they can. config: its
-    transformers configuration."""
-    heads: int = config.get_text_config().num_attention_heads
+    transformers configuration. key: of `cluster`; tensors are divided by heads of keys, too."""
+    text = config.get_text_config()
+    heads: int = text.num_attention_heads
+    if key == "tensor_parallel":
+        heads = math.gcd(heads, getattr(text, "num_key_value_heads", None) or heads)
     if heads % ranks == 0:
         return None
     return (
-        f"cluster.sequence_parallel: {ranks} workers cannot share {heads} attention heads evenly;"
+        f"cluster.{key}: {ranks} workers cannot share {heads} attention heads evenly;"
         f" choose one of {', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
     )
 

@@ -195,6 +195,8 @@ class Recipe(Section):
                 "cluster.offload: activations moves what activation checkpointing keeps: set model.checkpointing, or "
                 "leave it out"
             )
+        if self.model.compile and max(cluster.tensor_parallel, cluster.expert_parallel) > 1:
+            raise ValueError("model.compile does not go with layers that workers divide: leave one of them out")
         roles = [role for pool in cluster.pools for role in pool.roles]
         if self.algorithm.reference is not None and "reference" in roles:
             raise ValueError(

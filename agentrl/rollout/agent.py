@@ -227,10 +227,11 @@ class TreeEndpoint(ABC):
         if len(roles) > _ROLES:
             raise GatewayError(f"X-Agentrl-Role: this rollout has {_ROLES} seats already")
         tree, started = self.tree, time.monotonic()
-        try:
-            check_count(call.messages, self.limits.max_images)
-        except ImageError as error:
-            raise self.too_long(str(error)) from None
+        if self.images:  # else the gateway took none
+            try:
+                check_count(call.messages, self.limits.max_images)
+            except ImageError as error:
+                raise self.too_long(str(error)) from None
         try:
             sought = tree.seek(call) if call.fresh <= IN_LOOP else await off_loop(tree.seek, call)
             placed = tree.place(sought) if sought.work <= IN_LOOP else await off_loop(tree.place, sought)

@@ -302,12 +302,11 @@ class ConversationTree:
         token by token, or, where it is text, as the path's own texts say it."""
         if not isinstance(self.chat, Completing):
             raise UserError("prompt: this model takes messages, not prompts")
-        parent, rest, longest = None, prompt, 0
-        for node in self.answered:
-            if node.call.prompt is not None and node.end > longest:
-                left = self._behind(node, prompt)
-                if left is not None:
-                    parent, rest, longest = node, left, node.end
+        parent, rest = None, prompt
+        for node in sorted(self.answered, key=lambda node: -node.end):  # a prompt mostly goes on from the longest
+            if node.call.prompt is not None and (left := self._behind(node, prompt)) is not None:
+                parent, rest = node, left
+                break
         ids = self.chat.encode_prompt(rest) if rest else []
         if parent is None and not ids:
             raise UserError("prompt: it has no token")

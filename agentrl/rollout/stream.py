@@ -80,6 +80,9 @@ class Stream:
         self._ready: list[int] = []  # their images can be shown
         self._look: asyncio.Task[None] | None = None
         self._flights: list[Flight] = []
+        self._flying = 0  # how many of them are not finished
+        self._errors: list[BaseException] = []
+        self._ended = asyncio.Event()  # something has, since `take` looked last
         self._rejected: set[int] = set()  # numbers of those among the flights that are left out
         self.left_out: list[Flight] = []
         """What was left out for the last batch, in the order in which it began."""
@@ -100,7 +103,7 @@ class Stream:
     @property
     def in_flight(self) -> int:
         """Groups that have begun and are not finished."""
-        return len(_unfinished(self._flights))
+        return self._flying
 
     async def take(self) -> list[Flight]:
         """The next batch, whole, the oldest first; `left_out` says what it cost beside. What it does not take
@@ -108,20 +111,32 @@ class Stream:
         self._fill()
         self._raise_failed()
         while (chosen := self._chosen()) is None:
-            await asyncio.wait(self._unfinished, return_when=asyncio.FIRST_COMPLETED)
+            assert self._flying or self._look is not None, "the batch is not whole, and nothing is in flight"
+            self._ended.clear()
+            await self._ended.wait()
             self._raise_failed()
-            self._fill()  # what ended since is not replaced yet
+            self._fill()  # raises what the order of tasks raised
         self.left_out = [flight for flight in self._flights if flight.number in self._rejected]
-        self._flights = [flight for flight in self._alive if flight not in chosen]
+        taken = set(chosen)
+        self._flights = [flight for flight in self._alive if flight not in taken]
         self._rejected.clear()
         self._batches += 1
         return chosen
 
     def _raise_failed(self) -> None:
-        works = [*(flight.work for flight in self._flights), *([self._look] if self._look is not None else ())]
-        for work in works:
-            if work.done() and not work.cancelled() and (error := work.exception()):
-                raise error
+        if self._errors:
+            raise self._errors[0]
+
+    def _note_end(self, work: "asyncio.Task[Any]") -> None:
+        """Count what has ended, once, so that looking at thousands of groups costs no more than their number."""
+        if not work.cancelled() and (error := work.exception()) is not None:
+            self._errors.append(error)
+        self._ended.set()
+        self._fill()
+
+    def _land(self, work: "asyncio.Task[Any]") -> None:
+        self._flying -= 1
+        self._note_end(work)
 
     def advance(self, version: int) -> None:
         """Note that the engine samples from `version` from now on: more groups may begin."""
@@ -145,13 +160,14 @@ class Stream:
         while (room := self._room) and (self._ready or self._showable is None):
             index = self._ready.pop(0) if self._ready else self._next()
             work = asyncio.get_running_loop().create_task(self._play(index, self._begun))
-            work.add_done_callback(lambda _: self._fill())
+            work.add_done_callback(self._land)
+            self._flying += 1
             self._flights.append(Flight(index, self._begun, self.version, work))
             self._begun += 1
         if room and self._look is None and self._showable is not None:
             self._looked_at = [self._next() for _ in range(room)]
             self._look = asyncio.get_running_loop().create_task(self._see(self._showable))
-            self._look.add_done_callback(lambda _: self._fill())
+            self._look.add_done_callback(self._note_end)
 
     def _next(self) -> int:
         return self._waiting.pop(0) if self._waiting else self._draw()
@@ -175,6 +191,11 @@ class Stream:
         return [flight for flight in self._flights if flight.number not in self._rejected]
 
     @property
+    def _count(self) -> int:
+        """How many these are."""
+        return len(self._flights) - len(self._rejected)
+
+    @property
     def _lost(self) -> int:
         """Groups of the next batch that are left out and not replaced."""
         return max(0, len(self._rejected) - self._plan.spare)
@@ -187,7 +208,7 @@ class Stream:
         bound = (min(ahead + 1, plan.steps) - self._batches) * plan.batch
         flying = self.in_flight
         at_once = max(self._driver.limits.concurrency // plan.n - flying, int(flying == 0))
-        return 0 if self._closed else max(0, min(at_once, bound - len(self._alive) - self._lost))
+        return 0 if self._closed else max(0, min(at_once, bound - self._count - self._lost))
 
     @property
     def _unfinished(self) -> "list[asyncio.Task[Any]]":
@@ -199,12 +220,15 @@ class Stream:
 
     def _chosen(self) -> list[Flight] | None:
         """The next batch; None while it is not whole."""
+        wanted = max(0, self._plan.batch - self._lost)
+        if self._count - self._flying < wanted:
+            return None
         waiting = sorted(self._alive, key=lambda flight: flight.number)
         if self._plan.staleness is not None:
             waiting.sort(key=lambda flight: not flight.work.done())
             due = self._due(waiting, self._plan.staleness)
-            waiting = [*due, *(flight for flight in waiting if flight not in due)]
-        wanted = max(0, self._plan.batch - self._lost)
+            first = set(due)
+            waiting = [*due, *(flight for flight in waiting if flight not in first)]
         chosen = waiting[:wanted]
         if len(chosen) < wanted or _unfinished(chosen):
             return None
@@ -213,13 +237,13 @@ class Stream:
     def _due(self, waiting: Sequence[Flight], staleness: int) -> list[Flight]:
         """Those of `waiting` that this batch must take: of the flights of a version and before, no more may be
         left than the batches take that may still train on them. Finished ones first, as `waiting` is ordered."""
-        due: list[Flight] = []
+        due: dict[Flight, None] = {}
         for version in sorted({flight.version for flight in waiting}):
             old = [flight for flight in waiting if flight.version <= version]
             later = max(0, version + staleness - self.version) * self._plan.batch
             missing = len(old) - later - sum(flight.version <= version for flight in due)
-            due += [flight for flight in old if flight not in due][: max(0, missing)]
-        return due
+            due |= dict.fromkeys([flight for flight in old if flight not in due][: max(0, missing)])
+        return list(due)
 
 
 def _unfinished(flights: Iterable[Flight]) -> "list[asyncio.Task[list[Group]]]":

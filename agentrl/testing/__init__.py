@@ -12,5 +12,6 @@ from agentrl.testing.agent import call, plain_text
 from agentrl.testing.agent_contract import check_agent
 from agentrl.testing.environment import check_environment
 from agentrl.testing.tool import check_tool
+from agentrl.testing.trainer import check_trainer
 
-__all__ = ["call", "check_agent", "check_environment", "check_tool", "plain_text"]
+__all__ = ["call", "check_agent", "check_environment", "check_tool", "check_trainer", "plain_text"]

@@ -24,7 +24,7 @@ from agentrl.learner.columns import PART, PART_WEIGHT, chosen, with_advantages
 from agentrl.learner.teacher import check_teachers
 from agentrl.models.load import find_device, on_gpu, resolve, resolve_types
 from agentrl.models.memory import PROCESS_BYTES, MemoryPlan, plan_memory
-from agentrl.models.shape import undivided_heads
+from agentrl.models.shape import undivided
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import check_engine, load, make_environment, tasks_of, tracker_makers
@@ -209,7 +209,7 @@ def lacking(recipe: Recipe) -> list[str]:
         *(_error_line(lambda: find_device(recipe.model.device)) if computes_here else []),
         *_error_line(lambda: resolve(recipe.model.path)),
         *_lacking_critic(recipe),
-        *_lacking_heads(recipe),
+        *_lacking_shares(recipe),
         *(_lacking_cluster(recipe) if recipe.cluster.used else []),
         *lacking_gpus(recipe),
         *engine_class(recipe.engine.name).missing(recipe),
@@ -272,12 +272,13 @@ def _lacking_critic(recipe: Recipe) -> list[str]:
     return [line.replace("model.path", "critic.path", 1) for line in _error_line(lambda: resolve(path))] if path else []
 
 
-def _lacking_heads(recipe: Recipe) -> list[str]:
-    """List why workers could not share sequences, where that can be told before they load the model."""
-    shared = recipe.cluster.sequence_parallel
-    if shared == 1 or _error_line(lambda: resolve(recipe.model.path)):
+def _lacking_shares(recipe: Recipe) -> list[str]:
+    """List why workers could not share sequences or layers, where that can be told before they load the model."""
+    cluster = recipe.cluster
+    shared = cluster.sequence_parallel, cluster.tensor_parallel, cluster.expert_parallel
+    if max(shared) == 1 or _error_line(lambda: resolve(recipe.model.path)):
         return []
-    why = undivided_heads(recipe.model, shared)
+    why = undivided(recipe.model, cluster)
     return [] if why is None else [why]
 
 

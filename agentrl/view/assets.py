@@ -1,6 +1,7 @@
 """The files of the page, which the server serves and `report.html` holds."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 
 Ranges = Mapping[str, tuple[float | None, float | None]]
@@ -15,6 +16,7 @@ MODULES = (
 """The page's modules, each after those that it imports."""
 
 
+@cache
 def page_file(name: str) -> bytes:
     """A file of the page."""
     return (files("agentrl.view") / "page" / name).read_bytes()

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/update.py                      a shape of 0.5 billion parameters, random weights
     python benchmarks/gpu/update.py --shape 1.5B --kernels 30 model.compile=true model.dtype=bfloat16
+    python benchmarks/gpu/update.py model.checkpointing=true cluster.offload='[optimizer, activations]'
 
 As benchmarks/gpu/train.py, which takes Ray workers, on the same batch: GRPO with one update a step on packed random
 tokens, groups that share a prompt. The first rounds compile and warm up. --kernels: those of one more update that take

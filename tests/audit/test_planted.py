@@ -57,11 +57,13 @@ def test_there_are_enough() -> None:
     assert len({one.bad for one in PLANTED}) == len({one.name for one in PLANTED}) == len(PLANTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", PLANTED, ids=lambda one: one.bad.__name__)
 def test_the_defect_is_found(one: Planted) -> None:
     assert not missed(one), said(audited(one.bad, one.limits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "twin", sorted({one.good for one in PLANTED}, key=lambda t: t.__name__), ids=lambda t: t.__name__
 )

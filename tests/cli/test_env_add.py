@@ -17,6 +17,7 @@ def add(tmp_path: Path, source: str, what: str, *more: str) -> int:
     return run(["env", "add", source, what, "--into", str(tmp_path), "--python", sys.executable, *more])
 
 
+@pytest.mark.slow
 def test_it_installs_writes_and_tries(tmp_path, capsys):
     assert add(tmp_path, SOURCE, "10") == 0
     said = capsys.readouterr().out
@@ -34,6 +35,7 @@ def test_it_installs_writes_and_tries(tmp_path, capsys):
     assert add(tmp_path, SOURCE, "12", "--tasks", "0") == 0, "the interpreter serves another one, too"
 
 
+@pytest.mark.slow
 def test_what_the_contract_test_finds_is_said(tmp_path, capsys):
     assert add(tmp_path, BROKEN, "10") == BAD_USAGE
     assert "the contract test failed, the recipe is there all the same" in capsys.readouterr().err
@@ -70,6 +72,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path, capsys):
     assert (mine / "mine.txt").exists()
 
 
+@pytest.mark.slow
 def test_an_installation_that_fails_is_one_line(tmp_path, capsys):
     assert add(tmp_path, "added_source:Absent", "10") == BAD_USAGE
     assert "the installation failed" in capsys.readouterr().err

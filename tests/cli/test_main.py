@@ -466,6 +466,13 @@ def test_what_hangs_at_exit_keeps_no_command_that_is_done(how, code, words):
     assert re.search(words, process.stderr)
 
 
+def test_the_interpreter_does_not_look_through_what_goes_with_it():
+    script = "import atexit, gc, sys\nfrom agentrl.cli import main\nsys.argv[1:] = ['version']\n"
+    script += "atexit.register(lambda: print(gc.get_freeze_count() > 10_000))\nmain.main()"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert process.stdout == f"agentrl {__version__}\nTrue\n"
+
+
 HEAVY = ("torch", "transformers", "datasets", "renderers", "ray", "numpy")
 
 

@@ -366,6 +366,7 @@ def test_ctrl_c_in_mid_game_releases_and_ends_at_once():
     assert child.returncode == 130
 
 
+@pytest.mark.slow
 def test_a_model_plays_by_real_sampling(capsys):
     for agent in ((), ("agent=chat_completions",)):
         keys = (*agent, "train.threads=1", "--model", "tiny", "--split", "test", "--task", "1", "--seed", "5")
@@ -376,7 +377,7 @@ def test_a_model_plays_by_real_sampling(capsys):
 
 
 MISTAKES = [
-    (("calculatr",), r"no tool, environment or recipe 'calculatr' is installed; did you mean 'calculator'\?"),
+    (("calculatr",), r"no tool, environment, trainer or recipe 'calculatr' is installed; did you mean 'calculator'\?"),
     (("chat_completions",), r"'chat_completions' is an agent: try a recipe with it, such as agentrl try gsm8k_tool"),
     (("calculator", "{bad"), r"call 1: '\{bad' is not JSON"),
     (("calculator", "{}", "[1]"), r"call 2: '\[1\]': expected a JSON object"),
@@ -429,6 +430,7 @@ def test_a_file_that_is_no_text_is_refused(capsys, tmp_path):
 _ELSEWHERE = ("foreign", "openenv")  # which are nothing without somebody else's interpreter or server
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({plugin.name for plugin in installed("envs")}.difference(_ELSEWHERE)))
 def test_every_environment_that_ships_is_played_without_arguments(name: str, tmp_path, capsys) -> None:
     replies = tmp_path / "replies.txt"

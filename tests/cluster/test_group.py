@@ -89,15 +89,18 @@ def test_other_ways_to_call(group: WorkerGroup) -> None:
     assert group.own("a", "b", "c") == ("kept", ["c0", None, "a2"])
 
 
-def test_sequence_parallel_ranks_share_a_part(session: Session, tmp_path: Path) -> None:
+def test_sharing_ranks_have_a_part_together(session: Session, tmp_path: Path) -> None:
     with (
         ResourcePool(2) as pool,
-        WorkerGroup(pool, Probe, name="pairs", logs=tmp_path, sequence_parallel=2) as group,
+        WorkerGroup(pool, Probe, name="pairs", logs=tmp_path, sharing=2) as group,
     ):
         assert group.square(1.0, Rows(np.arange(3.0))).tolist() == [0.0, 1.0, 4.0]
         assert ["has 3 rows" in log.read_text() for log in group.logs] == [True, True]
-    with ResourcePool(3) as pool, pytest.raises(ClusterError, match="sequence_parallel=2 has to divide the 3 workers"):
-        WorkerGroup(pool, Probe, name="odd", logs=tmp_path, sequence_parallel=2)
+    with (
+        ResourcePool(3) as pool,
+        pytest.raises(ClusterError, match="2 workers that share data have to divide the 3 of"),
+    ):
+        WorkerGroup(pool, Probe, name="odd", logs=tmp_path, sharing=2)
 
 
 def test_a_collective(group: WorkerGroup) -> None:

@@ -142,23 +142,3 @@ def test_the_blocks_are_the_decoder_layers() -> None:
         assert len(blocks_of(model)) == size
         model._no_split_modules = None  # type: ignore[assignment]  # a model of somebody's own
         assert len(blocks_of(model)) == size
-
-
-def test_inputs_of_layers_lie_on_the_host_until_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By bytes: one input a layer, and nothing else; what is computed stays the same."""
-    wanted = gradients(model := deep(), choose(model, checkpointing=True)[0])
-    model = deep()
-    forward, _ = choose(model, checkpointing=True, offload=True)
-    moved: list[int] = []
-    to = torch.Tensor.to
-
-    def counting(self: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        moved.extend([self.nbytes] if arguments == ("cpu",) else [])
-        return to(self, *arguments, **options)
-
-    monkeypatch.setattr(torch.Tensor, "to", counting)
-    found = gradients(model, forward)
-    monkeypatch.undo()
-    same(found, wanted)
-    config = model.config
-    assert moved == [len(ROW.ids) * config.hidden_size * 4] * config.num_hidden_layers

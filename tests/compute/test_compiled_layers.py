@@ -60,6 +60,7 @@ def test_they_equal_the_others_and_are_compiled_once(checkpointing: bool, counte
     assert counts[0] == counts[-1] > 0, "rows of other lengths, and other layers, are served by what was compiled"
 
 
+@pytest.mark.slow
 def test_an_engine_that_shares_the_module_runs_it_as_it_was(counter: CompileCounterWithBackend) -> None:
     model = make_model()
     whole = copy.deepcopy(model)

@@ -154,6 +154,7 @@ def test_a_shared_prompt_and_whole_precision_go_to_flex_attention(
     assert kernel_for(False, query, key) is by_flex
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_few_key_heads_are_repeated_for_flex_attention(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     heads: list[int] = []

@@ -104,6 +104,7 @@ work(Runner(print), _Function(catastrophe, {}))
 """
 
 
+@pytest.mark.slow
 def test_code_that_holds_the_interpreter_is_named_all_the_same(tmp_path):
     script = tmp_path / "holds.py"
     script.write_text(HOLDS)

@@ -167,6 +167,7 @@ def make_task(index: int) -> Task:
 MANY = LazyTasks(50_000, make_task)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "most"),
     [

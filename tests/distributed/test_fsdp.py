@@ -20,8 +20,13 @@ from agentrl.models import lora
 from agentrl.models.load import load_model
 from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.recipe.sections.model import LoraSection, ModelSection
+from agentrl.weights.source import ModelWeights
 
-EXACT = ("tied", "untied", "adapter", "critic", "copies", "offload", "checkpointing", "window", "sequences", "forks")
+EXACT = (
+    "tied", "untied", "adapter", "critic", "copies", "offload", "checkpointing", "window", "sequences", "forks",
+    "tensor", "tensor, critic", "experts", "experts, adapter",
+    "experts, routes", "experts, sinks",
+)  # fmt: skip
 SEEING = tuple(name for name in SCENARIOS if SCENARIOS[name].sees)
 NARROW_LOSS, NARROW_WEIGHTS = 0.01, 0.01
 MIXED_LOSS, MIXED_WEIGHTS = 0.01, 0.01
@@ -59,8 +64,14 @@ def test_two_ranks_train_like_one_process(name: str, pair: list[dict[str, Any]],
     assert apart(found["state"], wanted["state"]) < 1e-4
     if SCENARIOS[name].sections.get("critic"):
         assert np.abs(curve(found, "critic/loss") - curve(wanted, "critic/loss")).max() < 1e-4
-    started = load_model(ModelSection(path=str(root / SCENARIOS[name].folder), device="cpu"))[0].state_dict()
-    assert max(float((w - started[n]).abs().max()) for n, w in wanted["weights"].items()) > 2e-3
+    started = dict(ModelWeights(load_model(ModelSection(path=str(root / SCENARIOS[name].folder), device="cpu"))[0]))
+    assert apart(started, wanted["weights"]) > 2e-3
+
+
+def test_divided_experts_are_those_that_the_engine_chose(pair: list[dict[str, Any]], root: Path) -> None:
+    wanted = curve(trained_alone("experts, routes", root), "mismatch/experts")
+    assert (wanted > 0.2).all()
+    assert np.abs(curve(pair[0]["experts, routes"], "mismatch/experts") - wanted).max() < 1e-4
 
 
 def test_bfloat16_weights_stay_within_their_rounding(pair: list[dict[str, Any]], root: Path) -> None:
@@ -151,6 +162,17 @@ def test_kernels_are_put_in_where_every_rank_has_them_and_agrees(pair: list[dict
         assert said.startswith(
             "liger-kernel is installed, but the model does not compute with it as without: it differs by"
         )
+
+
+def test_a_rank_holds_half_of_divided_layers(pair: list[dict[str, Any]], root: Path) -> None:
+    whole = load_model(ModelSection(path=str(root / "mixtures"), device="cpu"))[0].named_parameters()
+    sizes = {name: p.nbytes for name, p in whole}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    others = sum(sizes.values()) - experts
+    for rank in pair:
+        for held in rank["bytes_of_parts"].values():
+            assert held[0] == experts // 2
+            assert others * 0.48 < held[1] < others * 0.52
 
 
 def test_every_rank_is_told_what_is_wrong(pair: list[dict[str, Any]]) -> None:

@@ -4,8 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cluster_plugins import FATES
+from sharded_help import ROUTED, SMALL, save_folder
 from train_help import metrics, numbers, records, small
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import agentrl
 from agentrl.cli import main
@@ -107,3 +110,23 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(
     assert len(errors) == 1
     assert words in errors[0]
     assert not (tmp_path / "run").exists() or list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.long
+def test_a_mixture_whose_experts_workers_divide_is_trained_with_those_that_the_engine_chose(
+    ray_address: str, tmp_path: Path
+) -> None:
+    """In copies, too: each step samples with the weights of the one before, and nothing is learnt otherwise."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {**SMALL, **ROUTED, "vocab_size": 1024, "num_experts": 4}
+    save_folder(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)), tmp_path / "mixture")
+    mixture = {"model__path": str(tmp_path / "mixture"), "algorithm__routing_replay": True}
+    alone = agentrl.train(job(tmp_path / "alone", **mixture))
+    learnt = [row for row in metrics(alone.folder) if row.get("train/grad_norm", 0)]
+    assert len(learnt) >= 2
+    assert all(row["mismatch/experts"] < 0.05 for row in learnt)
+    for name, cluster in {
+        "experts": {"cluster__workers": 2, "cluster__expert_parallel": 2},
+        "copies": {"cluster__workers": 4, "cluster__expert_parallel": 2, "cluster__shard": 2},
+    }.items():
+        same(alone, agentrl.train(job(tmp_path / name, cluster__address=ray_address, **mixture, **cluster)))

@@ -235,6 +235,7 @@ LONG = ("lora", "engine", "weights", "sleep", "transports")
 """Checks that start an engine more than once, or wait for one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plant", "line", "remedy"),
     [
@@ -260,6 +261,7 @@ def test_what_auto_stands_for_on_a_gpu_is_what_is_examined(tmp_path: Path, monke
     assert Subject(small(cluster__gpus=8), tmp_path).half
 
 
+@pytest.mark.slow
 def test_a_server_that_rounds_is_no_fault_where_the_trainer_keeps_float32(subject: Subject, monkeypatch: Patch) -> None:
     wrong_turns(monkeypatch, lambda turn: turn.logprobs.__setitem__(slice(None), [p - 0.02 for p in turn.logprobs]))
     assert finding("parity", subject).status is Status.FAILED
@@ -267,12 +269,14 @@ def test_a_server_that_rounds_is_no_fault_where_the_trainer_keeps_float32(subjec
     assert finding("parity", subject).status is Status.OK
 
 
+@pytest.mark.slow
 def test_the_check_of_an_adapter_leaves_the_recipes_own(subject: Subject) -> None:
     subject.recipe = recipe = small(model__lora={"rank": 2})
     assert finding("lora", subject).status is Status.OK
     assert subject.recipe is recipe
 
 
+@pytest.mark.slow
 def test_servers_are_tried_on_devices_of_their_own(subject: Subject, monkeypatch: Patch) -> None:
     """As in a run; and here, wherever the run's are to be."""
     args = {"servers": 2, "remote_nodes": 2, "venv": "/none"}
@@ -310,6 +314,7 @@ def test_a_model_that_sees_is_shown_a_picture(name: str, seeing: Subject) -> Non
         assert re.search(r"about a picture, which upside down would change them by 0\.\d", found.figure)
 
 
+@pytest.mark.slow
 def test_the_features_of_another_picture_are_noticed(seeing: Subject, monkeypatch: Patch) -> None:
     right = Vision._encode
 
@@ -434,6 +439,7 @@ def test_too_little_shared_memory_is_found(subject: Subject, monkeypatch: Patch)
     assert (found.status, found.remedy) == (Status.FAILED, "/dev/shm: make it larger (docker run --shm-size=8g)")
 
 
+@pytest.mark.slow
 def test_a_broken_sandbox_is_found(subject: Subject, monkeypatch: Patch, tmp_path: Path) -> None:
     on_path(monkeypatch, tmp_path, "bwrap", "echo 'no permission' >&2; exit 1")
     found = finding("sandbox", subject)

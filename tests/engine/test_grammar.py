@@ -153,6 +153,7 @@ def test_what_is_sampled_is_what_was_asked_for() -> None:
     assert whole >= 4
 
 
+@pytest.mark.slow
 def test_both_engines_of_this_process_sample_the_same() -> None:
     ours, theirs = (sampled(kind)[1] for kind in (LocalEngine, TransformersEngine))
     assert [turn.ids for turn in ours] == [turn.ids for turn in theirs]

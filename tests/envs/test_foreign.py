@@ -102,6 +102,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WRONG)
 async def test_what_it_may_not_return_fails_the_rollout(where):
     for wrong in WRONG[where]:
@@ -230,6 +231,7 @@ async def test_nothing_that_it_started_is_left():
     assert gone([pid], 5.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["hold", "stop"])
 async def test_a_process_that_does_not_answer_is_killed(what, monkeypatch):
     monkeypatch.setattr(process, "HELD_SECONDS", 1.0)

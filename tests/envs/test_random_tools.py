@@ -73,6 +73,7 @@ async def test_a_guess_without_a_call_and_a_change_too_many_are_not_paid():
     assert refused > 10
 
 
+@pytest.mark.slow
 def test_calls_of_demonstrations_fit_their_schemas(lessons):
     for lesson in lessons:
         for tool, arguments in (pair for request in lesson.requests for pair in request.calls):
@@ -81,6 +82,7 @@ def test_calls_of_demonstrations_fit_their_schemas(lessons):
         assert all(text in request.answer for request in lesson.requests for text in request.expected)
 
 
+@pytest.mark.slow
 def test_lessons_are_of_many_kinds(lessons):
     assert {len(lesson.tools) for lesson in lessons} == {1, 2, 3, 4, 5, 6}
     assert {len(lesson.requests) for lesson in lessons} == {1, 2, 3, 4, 5, 6}

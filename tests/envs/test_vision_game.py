@@ -184,6 +184,7 @@ def test_an_agent_is_trained_by_what_it_shows_the_model(trained, tmp_path):
     assert again.live.images == read_samples(file)[0].trajectory.images
 
 
+@pytest.mark.slow
 def test_a_checkpoint_sees_and_its_frozen_tower_is_the_first_ones(trained):
     made, run = trained
     before, _ = load_model(ModelSection(path=str(made)))
@@ -194,6 +195,7 @@ def test_a_checkpoint_sees_and_its_frozen_tower_is_the_first_ones(trained):
     assert all(torch.equal(a, b) for a, b in visual)
 
 
+@pytest.mark.slow
 def test_stored_rollouts_with_pictures_are_trained_on_again(trained):
     from agentrl.compute.batch import Batch
     from agentrl.compute.forward import choose

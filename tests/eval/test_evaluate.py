@@ -137,6 +137,7 @@ def test_parts_of_a_split_are_those_of_a_field() -> None:
     assert summarize("test", outcomes, by="other").by == {}
 
 
+@pytest.mark.slow
 def test_a_recipe_and_its_file_evaluate_alike() -> None:
     by_path = agentrl.evaluate(RECIPE, overrides=SMALL, splits=["test"])
     assert by_path == agentrl.evaluate(Recipe.load(RECIPE, SMALL), splits=["test"])

@@ -147,6 +147,7 @@ def floods(sample):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -54,6 +54,7 @@ def test_seeds_of_two_recipes_are_compared_as_recipes(here: Path, capsys: pytest
     assert "where seeds spread by 1.5 points" in said
 
 
+@pytest.mark.slow
 def test_runs_of_a_folder_are_put_together_by_a_key(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     seeds(here / "runs", "3e-4", [0.9, 0.95])
     seeds(here / "runs", "1e-5", [0.1, 0.15])

@@ -152,6 +152,7 @@ def test_solved_samples_of_a_run_are_taught_and_conversations() -> None:
     assert "read 1 conversations: 1 used" in run(start={"conversations": "own.jsonl"})[1]
 
 
+@pytest.mark.slow
 def test_a_stage_is_kept_under_all_that_it_depends_on(tmp_path: Path) -> None:
     keys = [stage_key(recipe())]
     assert stage_key(recipe(train={**SMALL["train"], "lr": 1.0}, eval={"tasks": 9})) == keys[0]  # type: ignore[dict-item]
@@ -227,6 +228,7 @@ def test_a_mistake_is_one_line(given: str, words: str, capsys: pytest.CaptureFix
     assert not Path("runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["check", "train"])
 def test_a_model_that_is_made_takes_the_place_of_any_that_is_named(
     command: str, capsys: pytest.CaptureFixture[str]

@@ -3,21 +3,29 @@
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import pytest
 import torch
-from learner_help import REWARDS, alone, make_groups, make_model, make_recipe, weights
+from learner_help import REWARDS, alone, make_groups, make_model, make_recipe, save_tokenizer, weights
 from paths import ROOT
-from toy_trainer import ToyActor
+from tiny_models import qwen3
+from toy_trainer import ToyActor, ToyRoles, ToyWeights
 from train_help import metrics, small
 from transformers import AutoModelForCausalLM
 
 import agentrl
 from agentrl.checkpoint.roles import load_roles, save_roles
+from agentrl.cli import main
+from agentrl.cli.try_ import kind_of
 from agentrl.errors import UserError
 from agentrl.learner import roles
 from agentrl.learner.learner import Learner
+from agentrl.learner.roles import RoleHost
+from agentrl.plugins import registry
+from agentrl.plugins.registry import Plugin
+from agentrl.testing import check_trainer
 from agentrl.training.preflight import lacking
 from agentrl.training.run import resume_run
 
@@ -76,6 +84,158 @@ def test_it_carries_a_whole_run(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_pretrained(result.checkpoint)
     resumed = resume_run(str(result.folder), overrides=["train.steps=3"])
     assert metrics(resumed.folder)[-1]["mismatch/logprob_mean"] < 1e-3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    make_model().save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def breach(**members: Any) -> Any:
+    """The toy's roles, whose actor or host has other members: those of the actor begin with `actor_`."""
+
+    def make(*about: Any) -> ToyRoles:
+        host = ToyRoles(*about)
+        for name, member in members.items():
+            owner, name = (host.actor, name.removeprefix("actor_")) if name.startswith("actor_") else (host, name)
+            setattr(owner, name, member.__get__(owner))
+        return host
+
+    return make
+
+
+def reversed_order(actor: Any, batch: Any) -> Any:
+    found = ToyActor.logprobs(actor, batch)
+    sampled = batch.tokens["loss_mask"] == 1
+    found[sampled] = found[sampled][::-1]
+    return found
+
+
+def fills_all(actor: Any, batch: Any) -> Any:
+    return ToyActor.logprobs(actor, batch) - (batch.tokens["loss_mask"] == 0).astype("float32")
+
+
+def reads_all(actor: Any, batch: Any, rate: float) -> Any:
+    read = batch.tokens["weight"] != 0
+    mask = (read | (batch.tokens["loss_mask"] == 1)).astype(np.uint8)
+    mask[batch.offsets[:-1]] = 0  # nothing is before them
+    return ToyActor.update(actor, batch.with_tokens(loss_mask=mask), rate)
+
+
+def moves_nothing(actor: Any, batch: Any, rate: float) -> Any:
+    return ToyActor.update(actor, batch, 0.0)
+
+
+def counts_nothing(actor: Any, batch: Any, rate: float) -> Any:
+    found = ToyActor.update(actor, batch, rate)
+    actor.updates = 0
+    return found
+
+
+def scales(actor: Any, batch: Any, rate: float) -> Any:
+    return ToyActor.update(actor, batch.with_tokens(weight=batch.tokens["weight"] * 2), rate)
+
+
+def forgets(host: Any, folder: Path) -> None:
+    load_roles({"actor": host.actor}, folder)
+    for adam in host.actor.optimizer.adam:
+        for state in adam.state.values():
+            state["exp_avg"].zero_()
+
+
+def stale(host: Any) -> Any:
+    if not hasattr(host, "first"):
+        host.first = [(name, tensor.clone()) for name, tensor in ToyWeights(host.actor)]
+    return host.first
+
+
+def renamed(host: Any) -> Any:
+    return [(name.replace("model.layers", "decoder"), tensor) for name, tensor in ToyWeights(host.actor)]
+
+
+def takes_all(host: Any, folder: Path) -> None:
+    if (folder / "trainer").exists():
+        load_roles({"actor": host.actor}, folder)
+
+
+def raises(host: Any) -> Any:
+    raise ValueError("first\nsecond")
+
+
+def leaves(host: Any) -> Any:
+    raise SystemExit(0)
+
+
+BREACHES = {
+    "reversed_order": (breach(actor_logprobs=reversed_order), "nats from log softmax"),
+    "fills_all": (breach(actor_logprobs=fills_all), "is not 0 at 13 tokens that were not sampled"),
+    "reads_all": (breach(actor_update=reads_all), "takes something from tokens whose loss_mask is 0"),
+    "moves_nothing": (breach(actor_update=moves_nothing), "actor.logprobs are the same after an update"),
+    "counts_nothing": (breach(actor_update=counts_nothing), "actor.updates went from 0 to 0"),
+    "scales": (breach(actor_update=scales), "the gradient norm of update 3 is .*; ours is"),
+    "forgets": (breach(load=forgets), "does not bring back all that an update depends on"),
+    "stale": (breach(weights=stale), "weights.. after an update is .* they are not its weights"),
+    "renamed": (breach(weights=renamed), "lacks [0-9]+ of the model's tensors: model.layers"),
+    "takes_all": (breach(load=takes_all), "took a folder without a checkpoint"),
+    "raises": (breach(weights=raises), "weights raised ValueError: first"),
+    "leaves": (breach(weights=leaves), "weights raised SystemExit: 0"),
+}
+
+
+@pytest.mark.slow
+def test_the_toy_keeps_the_contract(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["try", "toy_trainer:ToyRoles", "--model", model]) == 0
+    assert "'toy_trainer:ToyRoles' keeps the contract" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_two_ranks_that_are_no_copies_keep_the_contract(tmp_path: Path) -> None:
+    qwen3(vocab_size=64, tie_word_embeddings=False, initializer_range=0.2).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    check_trainer("pipeline_trainer:PipelineRoles", model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["toy_trainer:ToyRoles", "worker=2"], "cluster.worker: unknown key; did you mean 'cluster.workers'?"),
+        (["toy_trainer:ToyRoles", "workers"], "workers: expected KEY=VALUE"),
+        (["toy_trainer:ToyRoles", "--args", "workers=2"], "a trainer takes keys of `cluster`, such as workers=2"),
+        (["toy_trainer:ToyRoles", "--model", "/no/model"], "model.path: /no/model is no folder"),
+        ([f"{__name__}:makes_nothing"], "which lacks actor, close, "),
+    ],
+)
+def test_what_cannot_be_tried_is_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["try", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_one_that_is_installed_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Plugin("trainers", "mine", "toy_trainer:ToyRoles", "mine", "1")
+    monkeypatch.setattr(registry, "installed", lambda group: [mine] if group == "trainers" else [])
+    assert kind_of("mine") == "trainer"
+    with pytest.raises(UserError, match="trainer or recipe 'min' is installed; did you mean 'mine'"):
+        kind_of("min")
+
+
+def makes_nothing(*about: object) -> RoleHost:
+    return cast("RoleHost", SimpleNamespace())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BREACHES)
+def test_a_promise_that_is_not_kept_is_said_in_one_line(name: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, said = BREACHES[name]
+    monkeypatch.setattr(f"{__name__}.made", make, raising=False)
+    with pytest.raises(AssertionError, match=said) as raised:
+        check_trainer(f"{__name__}:made", model=model)
+    assert "\n" not in str(raised.value)
+    assert str(raised.value).startswith(("trainer ", "cluster.trainer "))
 
 
 def unfinished(*about: object) -> object:

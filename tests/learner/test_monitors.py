@@ -202,6 +202,7 @@ def test_rows_of_strangers_are_read_as_far_as_they_go() -> None:
     assert [one.name for n in range(30, 34) for one in health.step(FLAT | {"step": n})] == ["no_contrast"]
 
 
+@pytest.mark.slow
 def test_planted_pathologies_are_named_and_healthy_runs_raise_nothing() -> None:
     """The table of the benchmark: 95 % right by name and cause, and no alarm in twenty healthy runs."""
     command = [sys.executable, str(ROOT / "benchmarks" / "health.py")]

@@ -280,6 +280,7 @@ async def test_a_checkpoint_plays_without_a_second_adapter(whole: Any) -> None:
     await player.close()
 
 
+@pytest.mark.slow
 def test_the_memory_plan_counts_the_adapter_alone(capsys: pytest.CaptureFixture[str]) -> None:
     own = sum(p.numel() for p in lora.adapter_parameters(tiny()))
     base = sum(p.numel() for p in plain().parameters())

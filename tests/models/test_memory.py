@@ -1,5 +1,6 @@
 """What a recipe needs is said from a model's configuration alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from agentrl.errors import UserError
 from agentrl.images import STORE
 from agentrl.models import embedded_path, memory
 from agentrl.models.load import load_model, resolve_types
-from agentrl.models.memory import Setting, plan, plan_memory, plan_pools
+from agentrl.models.memory import Setting, Traffic, plan, plan_memory, plan_pools
 from agentrl.models.shape import Shape
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import LoraSection, ModelSection
@@ -109,12 +110,13 @@ def test_moments_and_inputs_of_layers_lie_on_the_cpu_until_they_are_needed(folde
         for offload in ((), ("optimizer", "activations"))
     )
     assert here is not None
-    inputs = 16384 * 4 * 896 * 23
-    assert (there.moments, there.saved) == (8 * PARAMETERS, inputs)
+    pinned = (1 << 26) * 23  # 16,384 x 4 x 896 bytes, rounded up to a power of two
+    assert (there.moments, there.saved) == (8 * PARAMETERS, pinned)
     assert there.host == there.moments + there.saved
-    assert here.activations - there.activations == inputs
-    state = 8 * PARAMETERS  # weights and gradients; beside them the larger of activations and moments
-    assert there.device == state + max(there.activations + there.logits, 8 * PARAMETERS)
+    assert here.activations - there.activations == 16384 * 4 * 896 * 22
+    state = 8 * PARAMETERS  # weights and gradients; beside them the larger of activations and three buckets
+    assert there.stepped == 3 * 8 * 151936 * 896  # the embeddings are a bucket of their own
+    assert there.device == state + max(there.activations + there.logits, there.stepped)
     assert here.device == state + 8 * PARAMETERS + here.activations + here.logits
 
 
@@ -126,6 +128,35 @@ def test_mixed_precision_recomputing_and_shared_sequences_make_activations_small
     assert plan(shape, Setting(size=4, compute=2, tokens=1000)).activations == plain // 2
     assert plan(shape, Setting(tokens=1000, sequence=4)).activations == plain // 4
     assert plan(shape, Setting(tokens=1000, checkpointing=True)).activations == a_layer + 24 * 1000 * 4 * 896
+
+
+def test_dealt_experts_are_not_gathered_and_their_tokens_travel() -> None:
+    config = BIG["qwen3-30b-a3b"]
+    shape, setting = Shape.of(config), Setting(size=4, compute=2, shard=8, tokens=1000, checkpointing=True)
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert (shape.experts, shape.routed) == (experts, 8)
+    whole, dealt = Traffic.of(shape, setting), Traffic.of(shape, replace(setting, dealt=8))
+    assert whole.tokens == 0
+    assert dealt.tokens == 6 * 48 * 1000 * 8 * 2048 * 2 * 7 // 8  # there and back: forward, again, and gradients
+    assert whole.gradients - dealt.gradients == pytest.approx(4 * experts * 7 / 8)
+    assert whole.update - dealt.update == pytest.approx(2 * 2 * experts * 7 / 8)
+    root = shape.root * (2 * 2 + 4)  # its gradients come last: then no layer is gathered any more
+    assert plan(shape, replace(setting, dealt=8)).gathered == root
+    assert plan(shape, setting).gathered > root
+
+
+@pytest.mark.slow
+def test_experts_that_workers_cannot_share_are_told_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, config in (("dense", SMALL), ("mixture", BIG["qwen3-30b-a3b"])):
+        AutoTokenizer.from_pretrained(embedded_path()).save_pretrained(tmp_path / name)
+        config.save_pretrained(tmp_path / name)
+    given = "recipes/gsm8k_tool_8gpu.yaml", "cluster.gpus=3", "cluster.expert_parallel=3"
+    said = said_by_check(capsys, *given, f"model.path={tmp_path / 'dense'}")
+    assert "cluster.expert_parallel is 3, and the model has no experts (qwen2): leave it at 1" in said
+    said = said_by_check(capsys, *given, f"model.path={tmp_path / 'mixture'}")
+    assert "cluster.expert_parallel: 128 experts are not shared evenly by 3 workers" in said
 
 
 def test_a_tower_is_counted_apart_and_a_frozen_one_is_not_trained() -> None:
@@ -272,6 +303,19 @@ def test_the_recipes_for_gpus_fit_those_that_they_name(
     if shape in BIG.values():
         assert f"{planned.device / 1e9:.0f} GB" in " ".join(Path(path).read_text(encoding="utf-8").split())
     assert planned.between_steps / 1e9 < card * (1 - found.engine.args["flags"]["mem-fraction-static"]) - 2
+
+
+@pytest.mark.parametrize(("name", "shape"), [("1gpu", SMALL), ("8gpu", THREE)])
+def test_the_tutorial_says_what_offload_saves(name: str, shape: PretrainedConfig, tmp_path: Path) -> None:
+    shape.save_pretrained(tmp_path)
+    table = (Path(__file__).parents[2] / "docs" / "tutorials" / "gpu.md").read_text(encoding="utf-8")
+    for offload in ("[]", "[optimizer]", "[optimizer, activations]"):
+        changes = [f"model.path={tmp_path}", f"cluster.offload={offload}"]
+        found = plan_memory(resolve_types(Recipe.load(f"recipes/gsm8k_tool_{name}.yaml", changes)))
+        label = "| nothing |" if offload == "[]" else f"| `{offload}`:"
+        row = next(line for line in table.splitlines() if line.startswith(label))
+        host = f"{found.host / 1e9:.1f}" if found.host else "0"
+        assert f" {found.device / 1e9:.1f} + {host} |" in row
 
 
 def test_what_cannot_be_read_keeps_check_from_nothing_else(

@@ -195,6 +195,7 @@ def test_features_and_pixels_are_kept_up_to_their_bytes(monkeypatch):
     assert len(model.image_input._pixels) == 1
 
 
+@pytest.mark.slow
 async def test_the_engine_samples_what_the_trainer_computes(any_model):
     model = any_model
     engine = LocalEngine(model, max_batch=4)

@@ -103,6 +103,7 @@ def test_an_adapter_leaves_the_tower_alone_unless_it_is_asked_for(folder: Path) 
         ModelSection(path="x", freeze=("vision",), lora=LoraSection(targets=BOTH["targets"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vision", [False, True])
 def test_an_adapter_is_merged_alike_everywhere(vision: bool, folder: Path, tmp_path: Path) -> None:
     """Packed or not, in the checkpoint, started again from its folder, and switched off."""

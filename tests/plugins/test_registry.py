@@ -334,6 +334,7 @@ BAD_TASKS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["check"], ["train"], ["try", "--task", "1"]], ids=lambda words: words[0])
 @pytest.mark.parametrize(("name", "words"), BAD_TASKS, ids=[name for name, _ in BAD_TASKS])
 def test_a_task_that_cannot_be_had_is_one_line(command, name, words, tmp_path, capsys):

@@ -413,6 +413,12 @@ MOVING = ("algorithm.kl_coef=0.1", "algorithm.reference.every=2")
     [
         (["cluster.workers=3", "cluster.shard=2"], r"cluster: shard is 2, which does not divide the 3 workers"),
         (["cluster.workers=3", "cluster.sequence_parallel=2"], r"cluster: sequence_parallel is 2, which does not"),
+        (
+            ["cluster.workers=4", "cluster.shard=2", "cluster.expert_parallel=4"],
+            r"shard is 2, no multiple of expert_parallel, 4: a copy has all parts",
+        ),
+        (["cluster.workers=4", "cluster.expert_parallel=3"], r"cluster: expert_parallel is 3, which does not divide"),
+        (["cluster.workers=2", "cluster.tensor_parallel=2", "model.compile=true"], r"model.compile does not go with"),
         (["cluster.nodes=2", "cluster.gpus=8", "cluster.workers=3"], r"nodes x gpus is 16: leave out workers"),
         (["cluster.nodes=2"], r"cluster: nodes is 2, but there are only 1 workers"),
         (["profile.steps=[0]"], r"profile\.steps: there is no step 0; train\.steps is 100"),

@@ -492,6 +492,7 @@ async def test_an_agent_that_fails_is_no_fault_of_the_models(error: Any, said: s
     hooks.check()
 
 
+@pytest.mark.slow
 async def test_an_agent_that_takes_too_long_ends_by_its_deadline_and_is_judged() -> None:
     async def solve(task: Task, client: AgentClient) -> None:
         await said(client, [user("one")])
@@ -665,6 +666,7 @@ KILLS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", KILLS.values(), ids=KILLS)
 async def test_what_a_hostile_program_leaves_is_removed(tmp_path: Path, kills: str) -> None:
     """It attacks its supervisor, and what a folder is removed by; nobody waits for its pipes."""
@@ -880,6 +882,7 @@ async def test_an_outcome_is_released_where_it_was_made(tmp_path: Path) -> None:
     assert int(pid) != os.getpid()
 
 
+@pytest.mark.slow
 async def test_a_thread_that_hangs_ends_with_its_process() -> None:
     async with processes("hang", timeout=20.0) as driver:
         request = driver.request(TASK, 0)
@@ -995,6 +998,7 @@ async def test_a_long_prompt_is_laid_out_beside_the_event_loop(monkeypatch: pyte
     assert where == [False, True, False, True, *[False] * 3]
 
 
+@pytest.mark.slow
 async def test_what_is_kept_of_bodies_does_not_grow_with_what_they_hold_besides() -> None:
     kept: list[int] = []
 

@@ -166,6 +166,7 @@ async def test_aborted_requests_are_not_tried_again():
     assert rollout_metrics(groups)["stop/aborted"] == 3
 
 
+@pytest.mark.slow
 async def test_a_tool_that_ignores_every_cancellation_costs_its_own_request_alone(monkeypatch):
     monkeypatch.setattr(timer, "GRACE", 0.01)
     monkeypatch.setattr(Driver, "patience", 3.0)

@@ -83,9 +83,9 @@ class Borrowed:
 
     @classmethod
     def over(cls, group: WorkerGroup) -> Any:
-        def make(pool: Any, worker_class: type, *arguments: Any, sequence_parallel: int, **options: Any) -> "Borrowed":
+        def make(pool: Any, worker_class: type, *arguments: Any, sharing: int, **options: Any) -> "Borrowed":
             assert worker_class is TrainWorker
-            group.shape = type(group.shape)(group.shape.workers, sequence_parallel)
+            group.shape = type(group.shape)(group.shape.workers, sharing)
             group.become(*arguments)
             return cls(group)
 

@@ -3,7 +3,7 @@
 import ctypes
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,16 @@ import torch.distributed as dist
 from learner_help import make_groups
 from meeting import meet
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from vision_help import groups as seeing_groups
 from vision_help import save_seeing, seeing_model
 
@@ -30,8 +39,9 @@ from agentrl.learner.reference import Reference, WithoutAdapter
 from agentrl.learner.roles import LocalRoles
 from agentrl.models import embedded_path
 from agentrl.models.load import load_model
+from agentrl.models.routing import UNKNOWN
 from agentrl.recipe.schema import Recipe
-from agentrl.trajectory import Group
+from agentrl.trajectory import Group, Trajectory
 from agentrl.weights import ModelWeights
 
 STEPS = 4
@@ -48,6 +58,18 @@ FOLDERS: dict[str, dict[str, Any]] = {
 }
 """67 ids, and a bias: dimensions that two ranks cannot share evenly."""
 
+MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "mixtures": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"num_experts": 4}),
+    "glm": (
+        Glm4MoeConfig, Glm4MoeForCausalLM,
+        {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+         "attention_bias": True, "use_qk_norm": True},
+    ),
+    "sinks": (GptOssConfig, GptOssForCausalLM, {"num_local_experts": 4, "intermediate_size": 16, "sliding_window": 6}),
+}  # fmt: skip
+"""Models of experts: configuration, class, and what is special of each."""
+ROUTED: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+
 KL = {"kl_coef": 0.1}
 KL_IN_REWARD = {**KL, "kl_in": "reward", "advantage": "rloo"}
 LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
@@ -56,7 +78,7 @@ LORA = {"rank": 4, "alpha": 8, "dropout": 0.0}
 @dataclass(frozen=True)
 class Scenario:
     """One training. sections: of the recipe. alone: what differs when one process does it. forks: samples of a group
-    have more in common than their prompt. sees: there are pictures."""
+    have more in common than their prompt. sees: there are pictures. routes: the experts that an engine chose."""
 
     folder: str = "tied"
     sections: dict[str, Any] = field(default_factory=dict)
@@ -64,8 +86,11 @@ class Scenario:
     alone: dict[str, Any] = field(default_factory=dict)
     forks: bool = False
     sees: bool = False
+    routes: bool = False
 
     def groups(self) -> Iterator[list[Group]]:
+        if self.routes:
+            return map(routed, batches(self.forks))
         if not self.sees:
             return batches(self.forks)
         model = seeing_model()[0]
@@ -119,6 +144,23 @@ SCENARIOS = {
     ),
 }
 SCENARIOS |= {
+    "tensor": Scenario("mixtures", {"cluster": {"tensor_parallel": 2}, "algorithm": KL}, 3),
+    "tensor, critic": Scenario(
+        "glm", {"cluster": {"tensor_parallel": 2}, "algorithm": {"advantage": GAE}, "critic": {"lr": 1e-3}}, 3
+    ),
+    "experts": Scenario(
+        "mixtures", {"cluster": {"expert_parallel": 2}, "algorithm": KL, "model": {"checkpointing": True}}, 3,
+        alone={"model": {"checkpointing": False}}, forks=True,
+    ),
+    "experts, adapter": Scenario(
+        "glm", {"cluster": {"expert_parallel": 2}, "model": {"lora": {**LORA, "targets": ["q_proj", "o_proj"]}}}, 3
+    ),
+    "experts, routes": Scenario(
+        "mixtures", {"cluster": {"expert_parallel": 2}, "algorithm": {"routing_replay": True}}, 3, routes=True
+    ),
+    "experts, sinks": Scenario("sinks", {"cluster": {"expert_parallel": 2}}, 3),
+}  # fmt: skip
+SCENARIOS |= {
     f"seeing, {name}": Scenario("seeing", sections, 3, alone, sees=True)
     for name, sections, alone in (
         (
@@ -156,6 +198,9 @@ def make_folders(root: Path) -> None:
     for name, changes in FOLDERS.items():
         torch.manual_seed(0)
         save_folder(Qwen3ForCausalLM(Qwen3Config(**SMALL, **changes)), root / name)
+    for name, (config, kind, changes) in MIXTURES.items():
+        torch.manual_seed(0)
+        save_folder(kind(config(**{**SMALL, **ROUTED, **changes})), root / name)
     save_seeing(root / "seeing")
 
 
@@ -174,6 +219,22 @@ def batches(forks: bool = False) -> Iterator[list[Group]]:
             common = 3 * min(len(before.ids), len(sample.ids)) // 4
             sample.ids[:common] = before.ids[:common]
         yield groups
+
+
+def routed(groups: list[Group]) -> list[Group]:
+    """Groups with the choices of an engine's routers, the same where samples have the same tokens; some are not
+    known."""
+
+    def chosen(before: list[int]) -> np.ndarray:
+        rng = np.random.default_rng(before)
+        experts = np.argsort(rng.random((SMALL["num_hidden_layers"], 4)), axis=-1)[:, :2]
+        return np.where(rng.random((len(experts), 1)) < 0.2, UNKNOWN, experts)
+
+    def told(sample: Trajectory) -> Trajectory:
+        ids = sample.ids.tolist()
+        return replace(sample, experts=np.array([chosen(ids[: n + 1]) for n in range(len(ids))], np.int16))
+
+    return [replace(group, trajectories=tuple(map(told, group.trajectories))) for group in groups]
 
 
 class Dealt:
@@ -209,7 +270,8 @@ class There:
     """The roles of this rank."""
 
     def __init__(self, recipe: Recipe, context: ParallelContext) -> None:
-        ranks, sharing = TorchProcessGroup(device=context.device), recipe.cluster.sequence_parallel
+        ranks = TorchProcessGroup(device=context.device, tensor=recipe.cluster.tensor_parallel)
+        sharing = recipe.cluster.sharing
         self.policy = build_policy(recipe, context)
         self.own = Actor(self.policy.model, recipe, self.policy.forward, ranks, self.policy.description)
         self.actor = Dealt(self.own, context, sharing)

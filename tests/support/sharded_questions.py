@@ -44,6 +44,17 @@ def names_of_shards(root: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.to_local().shape) for name, p in policy.model.named_parameters()}
 
 
+def bytes_of_parts(root: Path) -> dict[str, tuple[int, int]]:
+    """Bytes of the experts and of all else that this rank holds, by how layers are divided."""
+    found = {}
+    for key in ("tensor_parallel", "expert_parallel"):
+        policy = build_policy(recipe_at(root / "mixtures"), context_of(**{key: 2}))
+        held = {name: p.to_local().nbytes for name, p in policy.model.named_parameters()}
+        experts = sum(size for name, size in held.items() if ".experts." in name)
+        found[key] = (experts, sum(held.values()) - experts)
+    return found
+
+
 def refused(root: Path) -> list[str]:
     """What the ranks are told of recipes that do not work."""
     said = []
@@ -189,4 +200,6 @@ def _scale(model: Any, factor: float) -> None:
     norm.forward = lambda states: plain(states) * factor
 
 
-QUESTIONS = (names_of_shards, refused, not_finite, resumed, started_adapter, memory, read_whole, misfit, kernels)
+QUESTIONS = (
+    names_of_shards, bytes_of_parts, refused, not_finite, resumed, started_adapter, memory, read_whole, misfit, kernels,
+)  # fmt: skip

@@ -36,8 +36,11 @@ class FlatOptimizer:
         for adam, shard in zip(self.adam, self.shards, strict=True):
             adam.state[shard] = {"step": torch.zeros(()), **{name: torch.zeros_like(shard) for name in MOMENTS}}
 
+    def norm(self) -> float:
+        return float(torch.cat([p.grad.flatten() for p in self.named.values()]).norm())
+
     def step(self, rate: float) -> float:
-        norm = float(torch.cat([p.grad.flatten() for p in self.named.values()]).norm())
+        norm = self.norm()
         for own, adam, shard in zip(self.owned, self.adam, self.shards, strict=True):
             shard.grad = torch.cat([self.named[name].grad.flatten() for name in own])
             shard.grad *= min(1.0, self.train.max_grad_norm / (norm + 1e-6))

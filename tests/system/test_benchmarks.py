@@ -37,7 +37,7 @@ def test_one_environment_class_in_both_trainers() -> None:
     """TRL ends with the first reset that raises; here the rollout is tried again."""
     instant, slow, faults = table("vs_trl.py", "--quick").splitlines()[-3:]
     for line in (instant, slow):
-        assert re.search(r"(?:  +[\d.]+){8}$", line), line
+        assert re.search(r"(?:  +[\d.]+){8}(?:  unequal work: of a token)?$", line), line
     assert re.search(r"(?:  +[\d.]+){3} +TRL ends in step \d: ConnectionError", faults), faults
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import late_copies as late_copies_help
 import numpy as np
 import pytest
 import torch
+from late_copies import LateTransfers, late_copies
 from learner_help import make_groups, make_model, make_recipe
 from pretend_gpu import GPU, OnGpu, flash, pretending, to_gpu
 from torch import Tensor
@@ -40,11 +42,11 @@ from agentrl.learner import actor
 from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
-from agentrl.learner.optimizer import OFFLOADED, Optimizer
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.lora import add_adapter
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import CriticSection
+from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.recipe.sections.model import LoraSection
 from agentrl.training.interrupt import Interrupts
 from agentrl.training.run import run_with_restarts
@@ -56,6 +58,7 @@ from agentrl.weights.transports import shared_memory
 
 pytestmark = pytest.mark.slow
 
+__all__ = ["late_copies"]
 GROUPS = [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 0.0]]
 LONE = [[1.0], [0.0], [1.0]]
 SAME = ("train/loss", "train/grad_norm", "train/entropy", "mismatch/kl")
@@ -149,31 +152,30 @@ def test_a_step_of_learning_is_that_of_the_cpu(name: str, chosen: list[str], mon
     assert "index" not in waited
 
 
-def test_moments_are_there_for_the_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By bytes: two float32 moments a parameter while the step is made, none while activations are."""
+def test_moments_and_inputs_of_layers_are_there_while_they_are_needed_alone(
+    late_copies: LateTransfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_with(model={"checkpointing": True})
+    wanted, found = (
+        learned_there(recipe.model_copy(update={"cluster": ClusterSection(offload=offload)}), monkeypatch)
+        for offload in ((), ("optimizer", "activations"))
+    )
+    assert late_copies.order
+    for name, tensor in wanted.items():
+        assert type(found[name]) is (Tensor if name.startswith("exp_avg") else type(tensor)), name
+        assert torch.equal(found[name].cpu(), tensor.cpu()), name
 
-    def moments(optimizer: Optimizer) -> tuple[int, int]:
-        """Bytes there, and here."""
-        held = [state[kind] for state in optimizer.adam.state.values() for kind in OFFLOADED]
-        return (
-            sum(t.nbytes for t in held if isinstance(t, OnGpu)),
-            sum(t.nbytes for t in held if not isinstance(t, OnGpu)),
-        )
 
-    wanted = []
-    for offload in (False, True):
-        with pretending(monkeypatch):
-            weights = list(to_gpu(make_model()).parameters())
-            optimizer = Optimizer(weights, (0.9, 0.95), 0.1, 1.0, offload)
-            for _ in range(3):
-                for weight in weights:
-                    weight.grad = torch.full_like(weight, 0.3)
-                optimizer.step(0.1)
-            size = 8 * sum(weight.numel() for weight in weights)
-            assert moments(optimizer) == ((0, size) if offload else (size, 0))
-            wanted.append([weight.detach().cpu() for weight in weights])
-    for found, expected in zip(*wanted, strict=True):
-        assert torch.equal(found, expected)
+def learned_there(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
+    """Weights and the optimizer's state after two steps on the pretended GPU."""
+    with pretending(monkeypatch):
+        model = to_gpu(make_model())
+        monkeypatch.setattr(late_copies_help, "DEVICE", [GPU])
+        place = LocalRoles(recipe, model)
+        learner = Learner(recipe, place)
+        for _ in range(2):
+            learner.learn(make_groups(GROUPS))
+        return {**dict(model.named_parameters()), **place.actor.optimizer.named_state()}
 
 
 def test_the_host_reads_what_an_update_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

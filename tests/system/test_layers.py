@@ -12,9 +12,9 @@ from paths import ROOT
 PACKAGE = ROOT / "agentrl"
 
 ROOMS = (
-    "cli", "audit", "doctor", "fine_tuning", "offline", "training", "distributed", "profiling", "learner", "view",
-    "eval",
-    "testing", "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo",
+    "cli", "audit", "doctor", "fine_tuning", "offline", "training", "distributed", "profiling", "testing", "learner",
+    "view", "eval",
+    "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo",
     "models",
     "plugins", "cluster", "recipe", "scaffold", "constraint", "images", "remote", "terminal", "http_server",
     "workspace", "containment", "jsonable", "errors", "secrets",

@@ -44,6 +44,7 @@ def refused(capsys: pytest.CaptureFixture[str], command: list[str]) -> str:
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name", "words"), CASES, ids=[name.strip("'") for _, name, _ in CASES])
 def test_a_wrong_plugin_is_one_line(
     kind: str, name: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -98,6 +98,7 @@ async def test_a_judge_that_sees_is_shown_the_pictures_of_the_conversation(serve
     assert STORE.put(shown["image_url"]["url"]) == STORE.put(picture(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 500, 503])
 async def test_a_server_that_is_busy_is_asked_again(server: Server, status: int) -> None:
     server.script = lambda number, body: status if number < 3 else "Score: 10"

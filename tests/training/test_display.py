@@ -57,6 +57,7 @@ def test_the_time_left_counts_evaluations(monkeypatch: pytest.MonkeyPatch) -> No
     assert display.time_left(2) == 8 * 2 + 4 * 12.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verbose", [False, True])
 def test_a_run_begins_with_what_it_does(verbose: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("agentrl"), "level", logging.INFO if verbose else logging.WARNING)

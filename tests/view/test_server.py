@@ -73,6 +73,7 @@ async def test_only_the_files_of_the_page_are_served(client: TestClient) -> None
         assert "not stored there" in (await answer.json())["error"]
 
 
+@pytest.mark.slow
 async def test_whatever_is_asked_is_answered_or_refused(client: TestClient) -> None:
     wrong = (
         "",

@@ -126,6 +126,7 @@ async def test_servers_that_hold_different_weights_are_told_apart(session):
         assert not (await channel.publish(2, Weights(TENSORS))).failed  # compared again only after many updates
 
 
+@pytest.mark.slow
 async def test_a_group_that_does_not_form_is_one_line(session):
     async with FaultyServer({"/init_weights_update_group": (0, 400)}) as bad:
         channel = channel_to([bad], session, GroupTransport(timeout=1.0))

@@ -17,6 +17,7 @@ from warm import started
 from agentrl.models.lora import adapter_state, plain_tensors
 from agentrl.weights import ModelWeights, WeightContent, WeightRequest, WeightResult
 
+pytestmark = pytest.mark.slow
 DEAD = "http://127.0.0.1:1"
 
 

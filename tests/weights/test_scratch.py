@@ -31,6 +31,7 @@ def age(folder: Path, hours: float) -> None:
     os.utime(folder, (then, then))
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_goes_when_the_next_one_begins(folder: Path) -> None:
     other = Python(["-c", f"{LEFT}\ntime.sleep(1000)", WEIGHTS])
     try:
@@ -74,6 +75,7 @@ def test_logs_stay_to_be_read(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_by_itself_leaves_nothing(folder: Path) -> None:
     other = Python(["-c", LEFT, WEIGHTS])
     assert other.wait() == 0

@@ -10,7 +10,13 @@ import pytest
 import torch
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of, tiny
 
+from agentrl.containment.threads import in_thread
+from agentrl.learner.roles import make_trainer
+from agentrl.models.load import load_model
+from agentrl.recipe.load import load_recipe
+from agentrl.recipe.sections.model import ModelSection
 from agentrl.weights import ModelWeights, PauseMode, SglangServer, WeightChannel, open_channel
+from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport
@@ -52,6 +58,28 @@ async def test_the_server_samples_from_what_was_sent(name: str, channel: WeightC
         assert answer["meta_info"]["cached_tokens"] == 0  # the caches were dropped
     assert spans_of(await ask(session, sglang_url, 1)) == [("2", 0, 1)]
     await channel.transport.close()
+
+
+async def test_another_trainers_publisher_sends_what_its_stages_hold(
+    channel: WeightChannel, session: aiohttp.ClientSession, sglang_url: str, tmp_path: Path
+) -> None:
+    """docs/another_trainer.md: two stages of a pipeline, of which neither has the whole model."""
+    model = altered(1)
+    model.save_pretrained(tmp_path / "model")
+    load_model(ModelSection())[1].save_pretrained(tmp_path / "model")
+    keys = ["model.device=cpu", "model.dtype=float32", "cluster.trainer=pipeline_trainer:PipelineRoles"]
+    recipe = load_recipe(None, [f"model.path={tmp_path / 'model'}", *keys])
+    host = make_trainer(recipe, recipe, tmp_path, lambda line: None, lambda line: None)
+    try:
+        publisher = host.weights().publisher
+        publisher.open()
+        done = await in_thread(publisher.publish, WeightRequest((sglang_url,), 7))
+    finally:
+        host.close()
+    assert done == WeightResult({})
+    answer = await ask(session, sglang_url)
+    check_answer(answer, [(model, 0, 16)])
+    assert spans_of(answer) == [("7", 0, 16)]
 
 
 async def test_weights_of_another_dtype_are_converted_and_checked(channel: WeightChannel, session, sglang_url):

@@ -67,6 +67,7 @@ async def test_a_program_has_no_rights(provider: BwrapProvider) -> None:
     assert (status["Seccomp"], status["NoNewPrivs"], status["Uid"]) == ("2", "1", "1000")
 
 
+@pytest.mark.slow
 async def test_files_larger_than_their_disk_and_many_names_are_packed_in_bounds(provider: BwrapProvider) -> None:
     workspace = await provider.open(WorkspaceSpec(limits=WorkspaceLimits(disk=32 * MIB)))
     await workspace.exec("for i in $(seq 9); do truncate -s 30M sparse$i; done", seconds=20)
@@ -260,6 +261,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_a_killed_run_leaves_no_process_and_its_files_are_swept(tmp_path: Path) -> None:
     run = subprocess.Popen([sys.executable, "-c", _OPENER], stdout=subprocess.PIPE, text=True)
     assert run.stdout is not None

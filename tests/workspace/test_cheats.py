@@ -122,6 +122,7 @@ def kinds(found: Grade) -> set[str]:
     return {one.partition(":")[0] for one in found.tampering}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
 async def test_a_cheat_earns_nothing_and_is_counted(begun: Begun, cheat: Cheat) -> None:
     found = await graded(begun, cheat.task, cheat.script)
@@ -130,12 +131,14 @@ async def test_a_cheat_earns_nothing_and_is_counted(begun: Begun, cheat: Cheat) 
     assert kinds(found) >= {cheat.counted} - {""} or await refused(begun, cheat), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.name)
 async def test_its_honest_twin_earns_all_of_it(begun: Begun, cheat: Cheat) -> None:
     found = await graded(begun, cheat.task, cheat.twin)
     assert (found.rewards, found.tampering, found.fault) == ({"reward": 1.0}, (), ""), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat.fools], ids=lambda cheat: cheat.name)
 async def test_it_pays_where_a_task_is_graded_in_place(begun: Begun, cheat: Cheat) -> None:
     assert await graded_in_place(begun, cheat) == 1.0

@@ -179,9 +179,11 @@ def _sharded(recipe: Recipe, context: ParallelContext, built: Built) -> Sharded:
 
 
 def _spread(recipe: Recipe, context: ParallelContext) -> str:
-    copies = context.size // context.shards
+    copies, layers = context.size // context.shards, context.layers
     spread = f"sharded over {context.shards} workers" if context.shards > 1 else "whole"
     offloaded = ", offloaded to the CPU" if Options.of(recipe).offload else ""
+    spread += f", matrices divided by {layers.tensor}" if layers is not None and layers.tensor > 1 else ""
+    spread += f", experts by {layers.expert}" if layers is not None and recipe.cluster.expert_parallel > 1 else ""
     spread += ", in bfloat16" if Options.of(recipe).compute == torch.bfloat16 else ""
     spread += f", attention in buckets, which is slow ({why})" if (why := faults(context.device)) else ""
     return spread + (f", in {copies} copies" if copies > 1 else "") + offloaded

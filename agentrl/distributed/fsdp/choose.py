@@ -66,10 +66,11 @@ def choose(
         fast = candidates.fast()
         if compiled:
             return fast, f"{candidates.name}, {compiled_layers.DESCRIPTION}"
-        if candidates.kernels is None or not everywhere(liger.fits(candidates.kernels, context.device), context):
+        kernels = candidates.kernels if context.layers is None else None  # they take no divided matrices
+        if kernels is None or not everywhere(liger.fits(kernels, context.device), context):
             return fast, candidates.name
         judge = _judge(candidates, root, compute)
-        liger.apply_and_compare(candidates.kernels, lambda: _run(root, fast, candidates), judge)
+        liger.apply_and_compare(kernels, lambda: _run(root, fast, candidates), judge)
         return fast, f"{candidates.name}, {liger.DESCRIPTION}"
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from agentrl.compute.activation_checkpointing import blocks_of, recompute
 from agentrl.compute.compiled_layers import compile_layers
 from agentrl.distributed.fsdp.choose import Candidates, choose
+from agentrl.distributed.fsdp.layers import divide_layers
 from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.distributed.fsdp.scatter import Source, fill, share
 from agentrl.distributed.fsdp.shard import Options, Root, shard
@@ -57,6 +58,7 @@ def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = 
         model = role.skeleton()
     _match(model, manifest, context)
     transformer = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
+    experts = divide_layers(transformer, context.layers) if context.layers is not None else []
     if not trained:
         model.requires_grad_(False)
     if compiled := trained and recipe.model.compile:
@@ -66,7 +68,7 @@ def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = 
     root = Root(model.eval(), None)
     options, blocks = Options.of(recipe), blocks_of(transformer)
     _check_types(root, blocks)
-    shard(root, blocks, context, options)
+    shard(root, blocks, context, options, experts)
     model.to_empty(device="cpu" if options.offload else context.device)
     fill(model, source, context)
     del source

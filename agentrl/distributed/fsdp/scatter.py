@@ -2,6 +2,7 @@
 whole one."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from agentrl.checkpoint.gather import Span, part_of
 from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.models.streamed import NotStreamed, Read
 
@@ -64,9 +66,14 @@ def fill(model: nn.Module, source: Source | None, context: ParallelContext) -> N
     """Set every parameter, buffer and other tensor of `model` (sharded, uninitialised) to its value in `source` (None
     except on rank 0), one at a time."""
     values = dict(source.model.named_parameters()) if source is not None else {}
+    spans = _spans(model, context)
     for name, parameter in model.named_parameters():
-        send = _scatter if isinstance(parameter, DTensor) else _broadcast
-        send(parameter, source.read(values[name]) if source is not None else None, context)  # nobody else keeps it
+        whole = source.read(values[name]) if source is not None else None
+        if isinstance(parameter, DTensor):
+            _scatter(parameter, whole, context, [of_rank[name] for of_rank in spans])
+        else:
+            _broadcast(parameter, whole, context)
+        del whole  # nobody else keeps it
     stored = _unsharded(source.model) if source is not None else {}
     for name, (owner, key, tensor) in _unsharded(model).items():
         target = torch.empty_like(tensor, device=context.device)
@@ -74,27 +81,37 @@ def fill(model: nn.Module, source: Source | None, context: ParallelContext) -> N
         setattr(owner, key, target)
 
 
-def _scatter(parameter: Any, whole: Tensor | None, context: ParallelContext) -> None:
-    """Send each rank its shard of a tensor. FSDP2 cuts the first dimension as torch.chunk does: the last shards may be
-    short, or empty."""
-    rows = -(-parameter.shape[0] // context.shards)
-    shape = (rows, *parameter.shape[1:])
-    received = torch.empty(shape, dtype=parameter.dtype, device=context.device)
+def _scatter(parameter: Any, whole: Tensor | None, context: ParallelContext, spans: list[Span]) -> None:
+    """Send each rank its part of a tensor. spans: of the ranks; some may be short, or empty."""
+    largest = max(math.prod(sizes) for sizes, _ in spans)
+    received = torch.empty(largest, dtype=parameter.dtype, device=context.device)
     parts = None
     if whole is not None:
         whole = whole.to(context.device)
-        cut = [_padded(whole[i * rows : (i + 1) * rows], shape) for i in range(context.shards)]
-        parts = [_bytes(cut[context.shard_of(rank)]) for rank in range(context.size)]
+        parts = [_bytes(_padded(whole[_box(span)], largest)) for span in spans]
     dist.scatter(_bytes(received), parts, src=0)
     local = parameter.to_local()
-    local.copy_(received[: len(local)])
+    local.copy_(received[: local.numel()].view(local.shape))
 
 
-def _padded(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if part.shape == shape:
-        return part.contiguous()
-    full = part.new_zeros(shape)
-    full[: len(part)] = part
+def _spans(model: nn.Module, context: ParallelContext) -> list[dict[str, Span]]:
+    """The part of each sharded parameter, by name, that each rank holds. A collective."""
+    own = {name: part_of(p) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    found: list[Any] = [None] * context.size
+    dist.all_gather_object(found, own)
+    return found
+
+
+def _box(span: Span) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + size) for size, offset in zip(*span, strict=True))
+
+
+def _padded(part: Tensor, length: int) -> Tensor:
+    """The values of `part` in a row of `length`."""
+    if part.numel() == length:
+        return part.reshape(-1)
+    full = part.new_zeros(length)
+    full[: part.numel()] = part.reshape(-1)
     return full
 
 

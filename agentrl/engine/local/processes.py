@@ -46,7 +46,7 @@ APART = 8
 """Conversations by which a process may have more than the least busy one, so that equal prompts are computed once."""
 CLOSE_SECONDS = 10.0
 PROBE_TOKENS = 127
-SLOW_SECONDS = 0.25
+SLOW_SECONDS = 0.5
 GAIN = 1.25
 """Quotient of durations from which on several processes are worth it."""
 GONE = "the sampling processes are gone"
@@ -59,13 +59,17 @@ Command = tuple[Any, ...]
 
 def quickest(runner: Runner, rows: int) -> int:
     """How many processes decode `rows` conversations quickest: as many as there are cores, or fewer where a step of
-    each one's share takes as long. A step that takes so long that its weights are most of it is left to one."""
+    each one's share takes as long. A step that takes so long that its weights are most of it is left to one.
+
+    Each is measured with one thread. What threads gain in a single process depends on what else runs in that moment,
+    and they are no help with what is between two steps, which is as long again.
+    """
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     counts = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if count <= min(cores, rows)]
     took: dict[int, float] = {}
+    torch.set_num_threads(1)
     _step_seconds(runner, 1)  # the first step lays out the weights
     for count in counts:
-        torch.set_num_threads(threads if count == 1 else 1)
         took[count] = _step_seconds(runner, -(-rows // count))
         if took[1] > SLOW_SECONDS:
             break

@@ -156,6 +156,11 @@ class ServerEngine(Engine):
                 *unable,
             ]
         refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu)
+        if plain_flags(given.flags).get("quantization") and recipe.algorithm.off_policy == "none":
+            refused.append(
+                "algorithm.off_policy=none: servers of quantized weights (engine.args.flags.quantization) sample from "
+                "another distribution than is trained; set token_tis, or leave it at auto"
+            )
         return [*refused, *(cls.kind.faults(given, command) if gpu else []), *unable]
 
     @classmethod

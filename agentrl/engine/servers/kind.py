@@ -11,7 +11,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.servers.answer import Answer, Features, PieceEnd, Wanted, parsed
 from agentrl.engine.servers.client import Client, RefusedError, ServerError
 from agentrl.engine.servers.identity import ServerFacts
-from agentrl.engine.servers.launch import Flag, LaunchPlan, nccl_version, venv_of
+from agentrl.engine.servers.launch import Flag, LaunchPlan, nccl_version, plain_flags, venv_of
 from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.settings import Settings
 from agentrl.plugins.types import Json
@@ -106,6 +106,8 @@ class ServerKind(ABC):
     """Variables that a server needs for telling them."""
     keeps_features: ClassVar[bool] = False
     """Whether a server may go on with the features that old weights gave an image, unless it is launched otherwise."""
+    requantized: ClassVar[tuple[str, ...]] = ()
+    """Quantizations that a server applies anew to weights that it is given."""
     breaks: ClassVar[bool] = False
     """Whether a server that failed to take weights has to be started again before it can."""
     reader: ClassVar[type[AnswerReader]]
@@ -123,12 +125,19 @@ class ServerKind(ABC):
     def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
         """List what of the settings of launched servers starts well and fails later. sleep: servers release their
         memory. lora: an adapter is trained, and sent alone. gpus: servers run on GPUs."""
+        found = []
         if gpus and sleep and settings.weights == "from_distributed":
-            return [
+            found.append(
                 "engine.args.weights=from_distributed: NCCL connects no two processes that share a GPU (engine.sleep); "
                 "leave it at auto"
-            ]
-        return []
+            )
+        quantization = plain_flags(settings.flags).get("quantization")
+        if quantization and not lora and quantization not in self.requantized:
+            found.append(
+                f"engine.args.flags.quantization: weights of {quantization} cannot be replaced by the trainer's while "
+                f"a server runs; set {' or '.join(self.requantized)}, leave it out, or train an adapter (model.lora)"
+            )
+        return found
 
     def faults(self, settings: Settings, command: Sequence[str]) -> list[str]:
         """List what the virtual environment of `command` lacks for servers on GPUs. Runs its Python, for a second."""

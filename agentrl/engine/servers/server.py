@@ -189,8 +189,9 @@ class Server(LaunchedServer):
     def reason(self) -> str:
         """The line of its log that says best why it ended."""
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
-        errors = [line for line in lines if "Error" in line or "error:" in line]
-        return (errors or lines or ["it wrote nothing"])[-1][:300]
+        errors = [line for line in lines if ("Error" in line or "error:" in line) and "WARNING" not in line]
+        causes = [line for line in errors if "See root cause above" not in line]  # vLLM ends on a line that has none
+        return (causes or errors or lines or ["it wrote nothing"])[-1][:300]
 
     def _last_line(self) -> str:
         lines = self._output().strip().splitlines()

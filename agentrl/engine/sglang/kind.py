@@ -30,6 +30,7 @@ class SglangKind(ServerKind):
     alive, generate = "/model_info", "/generate"
     experts_body: ClassVar[Mapping[str, Json]] = {"return_routed_experts": True}
     keeps_features = True
+    requantized = ("fp8",)
 
     def launched(self, servers: int, flags: Mapping[str, Flag]) -> Launched:
         first, share = flags.get("base-gpu-id"), flags.get("mem-fraction-static")
@@ -53,10 +54,10 @@ class SglangKind(ServerKind):
                 "engine.args.flags.pp-size: SGLang answers before all stages of a pipeline have loaded weights; set "
                 f"engine.args.flags.tp-size={stages * tensors_of(flags)} instead"
             )
-        if flags.get("quantization") and not lora:
+        if flags.get("quantization") == "fp8" and not lora and flags.get("load-format") != "flash_rl":
             found.append(
-                f"engine.args.flags.quantization: weights of {flags['quantization']} cannot be replaced by the "
-                "trainer's while a server runs; leave it out, or train an adapter (model.lora)"
+                "engine.args.flags.quantization: SGLang quantizes the trainer's weights as they come only where it was "
+                "started for that: set engine.args.flags.load-format=flash_rl (Qwen2 and Qwen3, without experts)"
             )
         if gpus and sleep and not flags.get("enable-memory-saver"):
             found.append("engine.sleep releases nothing of a server without engine.args.flags.enable-memory-saver=true")

@@ -45,6 +45,7 @@ class VllmKind(ServerKind):
 
     plan, reader = VllmPlan, VllmReader
     breaks = True
+    requantized = ("fp8_per_tensor", "fp8_per_block", "fp8_per_channel")
     alive, generate = "/health", PATH
     experts_env: ClassVar[Mapping[str, str]] = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 

@@ -44,10 +44,14 @@ class ClusterSection(Section):
     offload: Annotated[tuple[Literal["parameters", "optimizer", "activations"], ...], BeforeValidator(_offloaded)] = ()
     """What lies in CPU memory while nothing computes with it; true: parameters and optimizer. parameters: weights and
     gradients, each layer is brought to the GPU as it computes, for workers on a cluster. optimizer: its moments,
-    brought to the GPU for its step, when activations are freed. activations: what activation checkpointing keeps of
+    which a step brings to the GPU a few parameters at a time. activations: what activation checkpointing keeps of
     each layer until the backward pass."""
     sequence_parallel: Workers = 1
     """Workers that share each sequence (Ulysses, arXiv:2309.14509)."""
+    tensor_parallel: Workers = 1
+    """Workers that share each layer's matrices: attention heads and hidden units are divided among neighbours."""
+    expert_parallel: Workers = 1
+    """Workers that divide the experts of each layer among them; tokens are sent to the workers of their experts."""
     trainer: str | None = None
     """A trainer of another make, by its name (`agentrl.trainers`) or as module:attribute; null: ours. What it does with
     workers, nodes and gpus is its own matter."""
@@ -56,9 +60,10 @@ class ClusterSection(Section):
     def _workers(self) -> "ClusterSection":
         if self.gpus and self.workers not in (1, self.size):
             raise ValueError(f"workers is {self.workers}, but nodes x gpus is {self.size}: leave out workers")
-        for key, value in (("shard", self.shard), ("sequence_parallel", self.sequence_parallel)):
-            if value and self.size % value:
+        for key in ("shard", "sequence_parallel", "tensor_parallel", "expert_parallel"):
+            if (value := getattr(self, key)) and self.size % value:
                 raise ValueError(f"{key} is {value}, which does not divide the {self.size} workers")
+        self._divided_layers()
         if self.nodes > self.size:
             raise ValueError(f"nodes is {self.nodes}, but there are only {self.size} workers")
         if self.restarts and not self.used:
@@ -71,7 +76,8 @@ class ClusterSection(Section):
         if self.trainer is not None:
             ours = {
                 "pools": self.pools, "shard": self.shard, "offload": self.offload, "restarts": self.restarts,
-                "sequence_parallel": self.sequence_parallel > 1,
+                "sequence_parallel": self.sequence_parallel > 1, "tensor_parallel": self.tensor_parallel > 1,
+                "expert_parallel": self.expert_parallel > 1,
             }  # fmt: skip
             if given := [key for key, value in ours.items() if value]:
                 raise ValueError(f"{' and '.join(given)}: of our own workers, which trainer {self.trainer} replaces")
@@ -80,6 +86,28 @@ class ClusterSection(Section):
             if roles.count(role) > 1:
                 raise ValueError(f"pools: {role} is in two of them")
         return self
+
+    def _divided_layers(self) -> None:
+        """Raise ValueError for what does not go with layers that workers divide among them."""
+        if self.tensor_parallel == self.expert_parallel == 1:
+            return
+        key = "tensor_parallel" if self.tensor_parallel > 1 else "expert_parallel"
+        if self.expert_parallel > 1 and self.expert_parallel % self.tensor_parallel:
+            raise ValueError(
+                f"expert_parallel is {self.expert_parallel}, no multiple of tensor_parallel, {self.tensor_parallel}"
+            )
+        for name, ranks in (("tensor_parallel", self.tensor_parallel), ("expert_parallel", self.expert_parallel)):
+            if self.shard % ranks:
+                raise ValueError(f"shard is {self.shard}, no multiple of {name}, {ranks}: a copy has all parts")
+        if self.sequence_parallel > 1:
+            raise ValueError(f"{key} does not go with sequence_parallel: set one of them to 1")
+        if "parameters" in self.offload:
+            raise ValueError(f"{key} does not go with offload: parameters; set offload: [optimizer]")
+
+    @property
+    def sharing(self) -> int:
+        """Number of neighbouring workers that compute on the same part of the data."""
+        return self.sequence_parallel * self.tensor_parallel
 
     @property
     def size(self) -> int:

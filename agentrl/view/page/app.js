@@ -179,7 +179,10 @@ class App {
     this.texts = new Map();
     this.list = [];
     this.ready = false;
-    await Promise.all(this.runs.map((run, i) => this.metrics(run, i)));
+    const { runs } = this;
+    this.metering = Promise.all(runs.map((run, i) => this.metrics(run, i)));
+    if (!OF_SAMPLES.has(this.place().name)) await this.metering;
+    else this.metering.then(() => runs === this.runs && this.update(), () => {}); // `look` tells why they cannot be read
   }
 
   frame() {
@@ -234,6 +237,7 @@ class App {
   async look() {
     const { runs } = this;
     const states = await this.source.state(this.names);
+    await this.metering.catch(() => {}); // what failed is asked for again below
     let changed = false;
     for (const [i, run] of runs.entries()) {
       if (runs !== this.runs) return; // others are shown by now

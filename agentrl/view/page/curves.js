@@ -48,7 +48,7 @@ function meaning(app, key) {
   const one = named(metrics, key) ?? {};
   const range = named(app.meanings.ranges, key);
   const found = [["means", one.meaning ?? (own ? "" : "a metric of your own: nothing is written of it")], ["healthy", [range && bounds(range), one.healthy].filter(Boolean).join("; ")], ["else", one.remedy], ["computed in", one.where && h("code", null, one.where)],
-    ["interval", app.runs.some((run) => run.band(key).length) && "the band: 95 %, over tasks"]];
+    ["interval", app.runs.some((run) => run.band(key).length) && "the band of a run: 95 %, over tasks"]];
   const health = (watched[key] ?? []).map((name) => h("li", null, h("b", null, name.replaceAll("_", " ")), `: ${brief(conditions[name] ?? "")}`));
   return [h("dl", null, found.filter(([, text]) => text).map(([name, text]) => h("div", null, h("dt", null, name), h("dd", null, text)))),
     health.length ? [h("div", { class: "soft" }, "health looks at it:"), h("ul", null, health)] : null];
@@ -79,8 +79,50 @@ function outside(range, lines) {
   });
 }
 
+// The values of a recipe by their dotted keys, but for its seed and where it writes.
+function leaves(tree, prefix = "", found = new Map()) {
+  for (const [key, value] of Object.entries(tree ?? {})) {
+    const name = prefix + key;
+    if (value !== null && typeof value === "object" && Object.keys(value).length) leaves(value, `${name}.`, found);
+    else if (!["train.seed", "output"].includes(name)) found.set(name, JSON.stringify(value));
+  }
+  return found;
+}
+
+// Runs whose recipes differ in nothing but the seed, together: [{name, runs}], in the order of the runs.
+export function seedsOf(runs) {
+  const found = new Map();
+  for (const run of runs) {
+    const recipe = leaves(run.state.recipes?.at(-1)?.tree);
+    const key = recipe.size ? JSON.stringify([...recipe].sort()) : run.name;
+    found.set(key, { recipe, runs: [...(found.get(key)?.runs ?? []), run] });
+  }
+  const all = [...found.values()];
+  const differ = (key) => new Set(all.map(({ recipe }) => recipe.get(key))).size > 1;
+  const keys = [...new Set(all.flatMap(({ recipe }) => [...recipe.keys()]))].filter(differ);
+  return all.map(({ recipe, runs: those }) => {
+    const what = keys.slice(0, 2).filter((key) => recipe.has(key)).map((key) => `${key}=${recipe.get(key).replace(/^"|"$/g, "")}`).join(" ");
+    return { runs: those, name: those.length < 2 ? those[0].name : `${what || those[0].name}, mean of ${those.length} seeds` };
+  });
+}
+
+// The mean of lines where all of them have a point, and a band from the lowest to the highest.
+function mean(lines) {
+  const [first, ...others] = lines.map((line) => line.steps);
+  const points = [], band = [];
+  for (const [step, [x, y]] of first) {
+    const at = [[x, y], ...others.map((one) => one.get(step)).filter(Boolean)];
+    if (at.length < lines.length) continue;
+    const place = at.reduce((sum, [one]) => sum + one, 0) / at.length;
+    const values = at.map(([, value]) => value);
+    points.push([place, values.reduce((sum, value) => sum + value, 0) / values.length]);
+    band.push([place, Math.min(...values), Math.max(...values)]);
+  }
+  return { points, band };
+}
+
 export function curvesView(app, params) {
-  const state = { text: params.q ?? "", smooth: Number(params.smooth ?? 0), log: params.log === "1", constant: params.constant === "1", axis: params.axis ?? "step", price: Number(params.price ?? 1) };
+  const state = { text: params.q ?? "", smooth: Number(params.smooth ?? 0), log: params.log === "1", constant: params.constant === "1", axis: params.axis ?? "step", seeds: params.seeds ?? "each", price: Number(params.price ?? 1) };
   const body = h("div");
   const contents = h("nav", { class: "contents", "aria-label": "sections" });
   const seen = new IntersectionObserver((entries) => {
@@ -98,17 +140,24 @@ export function curvesView(app, params) {
     return most > 7200 ? ["hours", 3600] : most > 300 ? ["minutes", 60] : ["seconds", 1];
   }
 
-  function lineOf(run, shade, key) {
-    const spent = state.axis === "step" ? null : run.spent(state.axis);
-    const place = (step) => (spent === null ? step : (spent.get(step) ?? 0) / unit[1]);
-    const points = run.series(key).map(([step, value]) => [place(step), value]);
-    return { name: app.runs.length > 1 ? run.name : "", shade, points, band: run.band(key).map(([step, low, high]) => [place(step), low, high]) };
+  // What is drawn as a line each.
+  const groups = () => (state.seeds === "mean" ? seedsOf(app.runs) : app.runs.map((run) => ({ name: run.name, runs: [run] })));
+
+  function lineOf({ name, runs }, shade, key) {
+    const lines = runs.map((run) => {
+      const spent = state.axis === "step" ? null : run.spent(state.axis);
+      const place = (step) => (spent === null ? step : (spent.get(step) ?? 0) / unit[1]);
+      const steps = new Map(run.series(key).map(([step, value]) => [step, [place(step), value]]));
+      return { steps, points: [...steps.values()], band: run.band(key).map(([step, low, high]) => [place(step), low, high]) };
+    });
+    const { points, band } = lines.length > 1 ? mean(lines) : lines[0];
+    return { name: app.runs.length > 1 ? name : "", shade, points, band };
   }
 
   function draw(slot) {
     if (slot.querySelector(".meaning:not([hidden])")) return; // somebody reads it
     const key = slots.get(slot);
-    const lines = app.runs.map((run, shade) => lineOf(run, shade, key)).filter((line) => line.points.length);
+    const lines = groups().map((group, shade) => lineOf(group, shade, key)).filter((line) => line.points.length);
     const range = named(app.meanings.ranges, key);
     const note = outside(range, lines) ? h("span", { class: "bad" }, " outside of its healthy range") : null;
     const figure = chart({ title: key, told: heading(app, key), lines, range, log: state.log, smooth: state.smooth, note, axis: unit[0] });
@@ -121,6 +170,7 @@ export function curvesView(app, params) {
     const fits = (key) => wanted.every((word) => key.toLowerCase().includes(word));
     seen.disconnect();
     slots.clear();
+    tell();
     unit = unitOf();
     let constant = 0;
     const varies = (key) => {
@@ -131,31 +181,31 @@ export function curvesView(app, params) {
       constant += varied ? 0 : 1;
       return varied || state.constant || wanted.length > 0;
     };
-    const groups = keysOf(app.runs).map(([name, keys]) => [name, keys.filter((key) => fits(key) && varies(key))]).filter(([, keys]) => keys.length);
-    const layout = JSON.stringify([groups, constant]);
-    if (layout === drawn && groups.length) { // only the values are new
+    const sets = keysOf(app.runs).map(([name, keys]) => [name, keys.filter((key) => fits(key) && varies(key))]).filter(([, keys]) => keys.length);
+    const layout = JSON.stringify([sets, constant]);
+    if (layout === drawn && sets.length) { // only the values are new
       for (const slot of body.querySelectorAll(".slot")) seen.observe(slots.set(slot, slot.dataset.key) && slot);
       return;
     }
     drawn = layout;
-    const sections = groups.map(([name, keys]) => h("section", { "data-section": name }, h("h2", { tabindex: -1 }, name), h("div", { class: "charts" }, keys.map((key) => {
+    const sections = sets.map(([name, keys]) => h("section", { "data-section": name }, h("h2", { tabindex: -1 }, name), h("div", { class: "charts" }, keys.map((key) => {
       const slot = h("div", { class: "slot", "data-key": key });
       slots.set(slot, key);
       return slot;
     }))));
-    replace(contents, groups.map(([name, keys], i) => h("button", { class: "plain", onclick: () => {
+    replace(contents, sets.map(([name, keys], i) => h("button", { class: "plain", onclick: () => {
       sections[i].scrollIntoView();
       sections[i].querySelector("h2").focus({ preventScroll: true });
     } }, name, h("span", { class: "soft" }, ` ${keys.length}`))));
-    replace(body, groups.length ? sections : h("p", { class: "empty" }, app.runs.every((run) => run.rows.length === 0) ? "No step is whole yet." : "No metric is named so."));
-    if (constant && !wanted.length) body.append(h("p", { class: "soft" }, state.constant ? "" : `${constant} metrics never change and are not drawn. `,
-      h("button", { onclick: () => change({ constant: !state.constant }) }, state.constant ? "Leave out what never changes" : "Draw them too")));
+    replace(body, sets.length ? sections : h("p", { class: "empty" }, app.runs.every((run) => run.rows.length === 0) ? "No step is whole yet." : "No metric is named so."));
+    if (constant && !wanted.length) body.append(h("p", { class: "soft" }, state.constant ? "" : `${constant === 1 ? "1 metric never changes and is" : `${constant} metrics never change and are`} not drawn. `,
+      h("button", { onclick: () => change({ constant: !state.constant }) }, state.constant ? "Leave out what never changes" : constant === 1 ? "Draw it too" : "Draw them too")));
     for (const slot of slots.keys()) seen.observe(slot);
   }
 
   function change(given) {
     Object.assign(state, given);
-    app.remember({ q: state.text, smooth: state.smooth || "", log: state.log ? 1 : "", constant: state.constant ? 1 : "", axis: state.axis === "step" ? "" : state.axis, price: state.axis === "cost" ? state.price : "" });
+    app.remember({ q: state.text, smooth: state.smooth || "", log: state.log ? 1 : "", constant: state.constant ? 1 : "", axis: state.axis === "step" ? "" : state.axis, seeds: state.seeds === "each" ? "" : state.seeds, price: state.axis === "cost" ? state.price : "" });
     price.hidden = state.axis !== "cost";
     update();
   }
@@ -165,9 +215,18 @@ export function curvesView(app, params) {
   const log = h("input", { type: "checkbox", checked: state.log, onchange: () => change({ log: log.checked }) });
   const money = h("input", { type: "number", min: 0, step: "any", value: state.price, "aria-label": "price of an hour", oninput: later(80, () => change({ price: Number(money.value) || 1 })) });
   const price = h("label", { class: "field", hidden: state.axis !== "cost", title: "of all machines of a run; the cost is that of the time of its steps" }, h("span", null, "price of an hour"), money);
-  const legend = app.runs.length > 1 && h("div", { class: "legend" }, app.runs.map((run, i) => h("span", null, h("i", { style: { background: `var(--line-${i % 8})` } }), run.name)));
+  const seeds = choice("seeds", [["each", "a line each"], ["mean", "their mean"]], state.seeds, (one) => change({ seeds: one }));
+  const legend = h("div", { class: "legend" });
+
+  // The lines that all charts have, and whether there are several seeds of a recipe.
+  function tell() {
+    const several = seedsOf(app.runs).some(({ runs }) => runs.length > 1);
+    seeds.hidden = !several;
+    const band = several && state.seeds === "mean" && h("span", { class: "soft" }, "bands: from the lowest to the highest seed");
+    replace(legend, app.runs.length > 1 && groups().map(({ name }, i) => h("span", null, h("i", { style: { background: `var(--line-${i % 8})` } }), name)), band);
+  }
   const element = h("div", { class: "view" }, h("h1", { class: "hidden" }, "Curves"),
-    h("div", { class: "bar" }, box, choice("by", AXES, state.axis, (axis) => change({ axis })), price, h("label", { class: "field" }, h("span", null, "smoothing"), slider), h("label", { class: "tick" }, log, "log scale")), legend, contents, body);
+    h("div", { class: "bar" }, box, choice("by", AXES, state.axis, (axis) => change({ axis })), price, seeds, h("label", { class: "field" }, h("span", null, "smoothing"), slider), h("label", { class: "tick" }, log, "log scale")), legend, contents, body);
   update();
   return { element, title: "Curves", update, search: box, close: () => seen.disconnect() };
 }

@@ -94,7 +94,7 @@ export function samplesView(app, params) {
   const list = new LongList(ROW, row, { tabindex: 0, role: "rowgroup", "aria-label": "samples" });
   const count = h("span", { class: "soft", role: "status" });
   const head = h("div", { class: "row head", role: "row" });
-  const bar = h("div", { class: "contents" }); // what is made anew: the field keeps its focus and suggestions
+  const bar = h("div", { class: "unboxed" }); // what is made anew: the field keeps its focus and suggestions
   const box = h("input", { type: "search", value: filter.q ?? "", placeholder: 'text, or reward<1 AND (tool:search OR "left over") NOT label:good', "aria-label": "search conversations", role: "combobox", "aria-autocomplete": "list", "aria-expanded": "false", "aria-controls": "suggested", autocomplete: "off", spellcheck: "false" });
   const suggested = h("ul", { id: "suggested", class: "suggested", role: "listbox", "aria-label": "suggestions", hidden: true });
   const typed = later(200, () => change({ q: box.value }));

@@ -76,6 +76,7 @@ async def disturb(engine: LocalEngine, rng: random.Random) -> None:
                 await engine.wake()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize(("max_batch", "contexts"), [(1, 1), (3, 3), (8, 2), (20, 100)])
 async def test_a_disturbed_crowd(

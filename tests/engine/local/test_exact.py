@@ -33,7 +33,7 @@ from agentrl.engine.local.module_runner import ModuleRunner
 from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Work
 from agentrl.errors import UserError
-from agentrl.models import block
+from agentrl.models import block, dense
 from agentrl.models.dense import Dense, PackedDense, PackedGate, packs
 
 VOCAB = 97
@@ -224,6 +224,22 @@ async def test_without_copies_of_the_weights(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("agentrl.engine.local.block_runner.COPY_BELOW", 0)
     for name in ("qwen3", "qwen2"):
         await crowd(MODELS[name][0](), True, max_batch=16)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "wide", "chosen"),
+    [
+        ("AuthenticAMD", 26, "AVX512", True), ("AuthenticAMD", 25, "AVX512", False),
+        ("AuthenticAMD", 26, "AVX2", False), ("GenuineIntel", 6, "AVX512", False),
+    ],
+)  # fmt: skip
+def test_onednn_is_for_processors_that_compute_512_bits_at_once(
+    vendor: str, family: int, wide: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+    monkeypatch.setattr("agentrl.models.dense._cpu_name", lambda: told)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: wide)
+    assert dense.prefers_onednn.__wrapped__() is (chosen and torch.backends.mkl.is_available())
 
 
 def test_a_step_is_compiled() -> None:

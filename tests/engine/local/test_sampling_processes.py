@@ -21,7 +21,7 @@ from tiny_models import NO_IDS, qwen3
 from agentrl.constraint import Constraint, Shape
 from agentrl.engine.base import ConstraintError, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.local.processes import APART
+from agentrl.engine.local.processes import APART, SLOW_SECONDS, quickest
 from agentrl.errors import UserError
 from agentrl.models.load import load_model
 from agentrl.recipe.sections.model import ModelSection
@@ -169,12 +169,14 @@ async def test_weights_change_in_mid_turn_and_each_id_has_its_version(model: Any
 
 
 async def test_abort_sleep_and_cancel(engine: LocalEngine) -> None:
-    running = [asyncio.create_task(engine.generate([1, 2 + i], Sampling(250), f"a{i}")) for i in range(4)]
-    await asyncio.sleep(0.05)
-    engine.abort("a0")
-    first = await running[0]
-    assert first.finish is GenerationFinish.ABORT
-    running[1].cancel()
+    for attempt in range(5):  # under load the processes may be done before this one has looked
+        running = [asyncio.create_task(engine.generate([1, 2 + i], Sampling(250), f"a{attempt}{i}")) for i in range(4)]
+        await asyncio.sleep(0.05)
+        engine.abort(f"a{attempt}0")
+        if running[1].cancel() and (await running[0]).finish is GenerationFinish.ABORT:
+            break
+    else:
+        pytest.fail("nothing was aborted and cancelled in its midst")
     await engine.sleep()
     waiting = asyncio.create_task(engine.generate([9], Sampling(3), "late"))
     await asyncio.sleep(0.1)
@@ -274,6 +276,7 @@ async def test_weights_of_another_process_are_received_for_all(model: Any, engin
     await alone.close()
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
     program = (
         "import sys, time; sys.path.insert(0, sys.argv[1])\n"
@@ -305,3 +308,33 @@ def test_each_process_must_hold_a_context(model: Any) -> None:
         LocalEngine(model, max_batch=4, max_context=256, processes=2, cache_bytes=room)
     engine = LocalEngine(model, max_batch=64, processes="auto", cache_bytes=room)
     assert (engine.max_context, engine.settled, engine.processes) == (256, {"processes": 1}, [])
+
+
+@pytest.mark.parametrize(
+    ("step", "count"),
+    [
+        (lambda rows: rows, 4),  # a half takes half as long
+        (lambda rows: 100 + rows / 8, 1),  # its weights are most of it
+        (lambda rows: max(32, rows), 3),  # a third takes as little as a quarter
+        (lambda rows: SLOW_SECONDS * 1e5 * rows, 1),
+    ],
+)
+def test_as_many_sample_as_take_least_each_with_one_thread(
+    step: Any, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What threads gain differs from one moment to the next, and with it the choice would."""
+    threads = set()
+
+    def seconds(runner: Any, rows: int) -> float:
+        threads.add(torch.get_num_threads())
+        return float(step(rows)) * 1e-5
+
+    monkeypatch.setattr("agentrl.engine.local.processes._step_seconds", seconds)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert quickest(None, 96) == count  # type: ignore[arg-type]
+        assert (threads, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(before)

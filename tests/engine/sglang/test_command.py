@@ -13,6 +13,7 @@ import torch
 from sglang_help import tiny
 
 from agentrl.engine.servers import server
+from agentrl.engine.servers.client import Sessions
 from agentrl.engine.servers.launch import venv_of
 from agentrl.engine.servers.server import free_port
 from agentrl.engine.servers.settings import Settings, settings_of
@@ -176,9 +177,11 @@ SAVER = {"enable-memory-saver": True}
         ({"flags": {"dp-size": 2}, "servers": 2}, {}, "set engine.args.servers=4 instead"),
         ({"flags": {"dp_size": 4}}, {"lora": True}, "set engine.args.servers=4 instead"),
         ({"flags": {"pp": 2, "tp_size": 4}}, {}, "set engine.args.flags.tp-size=8 instead"),
-        ({"flags": {"quantization": "fp8"}}, {}, "weights of fp8 cannot be replaced"),
+        ({"flags": {"quantization": "awq"}}, {}, "weights of awq cannot be replaced"),
+        ({"flags": {"quantization": "fp8"}}, {}, "set engine.args.flags.load-format=flash_rl"),
         ({"flags": {}}, {"sleep": True}, "engine.sleep releases nothing of a server without"),
         ({"flags": SAVER, "weights": "from_distributed"}, {"sleep": True}, "NCCL connects no two processes that share"),
+        ({"flags": {"quantization": "fp8", "load_format": "flash_rl"}}, {}, None),
         ({"flags": {"quantization": "fp8"}}, {"lora": True}, None),
         ({"flags": {"dp-size": 1}}, {}, None),
         ({"flags": SAVER}, {"sleep": True}, None),
@@ -198,6 +201,24 @@ def test_check_tells_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [line.partition(":")[0] for line in SglangEngine.missing(recipe)] == ["engine.args.flags.dp-size"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert len(SglangEngine.missing(recipe)) == 2
+
+
+def test_quantized_weights_are_sampled_from_with_a_correction_alone(tmp_path: Path) -> None:
+    flags = "{quantization: fp8, load-format: flash_rl}"
+    given = [f"engine.args={{venv: {venv_at(tmp_path)}, flags: {flags}}}", "engine.name=sglang"]
+    assert SglangEngine.missing(Recipe.load("gsm8k_tool", given)) == []
+    (line,) = SglangEngine.missing(Recipe.load("gsm8k_tool", [*given, "algorithm.off_policy=none"]))
+    assert line.startswith("algorithm.off_policy=none: servers of quantized weights")
+
+
+def test_why_a_server_ended_is_its_cause_and_not_that_there_is_one(tmp_path: Path) -> None:
+    (log := tmp_path / "server.log").write_text(
+        "first\n(Worker pid=1) ERROR RuntimeError: no such kernel\nException: WorkerProc initialization failed\n"
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}\n"
+        "WARNING: OSError: [Errno 24] may come\n"
+    )
+    ended = server.Server(plan_of(venv_at(tmp_path), {}), 0, log, Sessions())
+    assert ended.reason() == "(Worker pid=1) ERROR RuntimeError: no such kernel"
 
 
 def test_servers_begin_at_the_devices_of_the_table(tmp_path: Path) -> None:

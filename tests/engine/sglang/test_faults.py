@@ -58,6 +58,7 @@ async def test_a_healthy_server(parts: Any, expected: Generation, incremental: b
         same(await engine.generate(array("i", PROMPT), GREEDY, "x"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("incremental", [True, False])
 @pytest.mark.parametrize("kind", ["cut", "no_json", "few_logprobs", "other_ids", "null_logprob", "lost_piece", "error"])
 @pytest.mark.parametrize("after", [0, 2])
@@ -85,6 +86,7 @@ async def test_a_refusal_is_final_and_says_why(parts: Any) -> None:
         await engine.generate(PROMPT, GREEDY, "x")
 
 
+@pytest.mark.slow
 async def test_a_server_that_always_fails_is_given_up_in_one_line(parts: Any) -> None:
     faults = [("few_logprobs", 0)] * 100
     async with served(parts, *faults) as (engine, (server,), said):
@@ -120,6 +122,7 @@ async def test_a_server_comes_back(parts: Any, expected: Generation) -> None:
         assert len(first.asked) > before
 
 
+@pytest.mark.slow
 async def test_a_server_with_other_weights_stays_out(parts: Any) -> None:
     """It was restarted: its weights have no version of this run, and it takes none."""
     async with served(parts, ("die", 1), count=2) as (engine, (first, _), said):
@@ -143,6 +146,7 @@ async def test_a_server_that_never_answers_is_left(parts: Any, expected: Generat
     await asyncio.gather(one(0), one(3))
 
 
+@pytest.mark.slow
 async def test_a_loop_of_ours_that_stands_still_is_no_stall(
     parts: Any, expected: Generation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +183,7 @@ def answering(status: int) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "out"), [(200, False), (500, True)])
 async def test_a_loop_of_ours_that_stands_still_takes_out_no_server(
     parts: Any, status: int, out: bool, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +218,7 @@ async def test_connections_that_our_loop_is_late_for_are_no_faults_of_a_server(p
         await fleet.close()
 
 
+@pytest.mark.slow
 async def test_no_server_is_left(parts: Any) -> None:
     async with served(parts, ("die", 1), patience=0.5) as (engine, (server,), _):
         with pytest.raises(EngineError, match="no SGLang server is left: " + server.url):

@@ -197,6 +197,7 @@ def test_why_whole_weights_are_sent(needs: AdapterNeeds, room: AdapterRoom, why:
     assert found is None if why is None else found is not None and found.startswith(why)
 
 
+@pytest.mark.slow
 def test_what_an_adapter_needs_is_the_same_of_a_model_and_of_its_shape() -> None:
     section = LoraSection(rank=4, alpha=8)
     shape, _ = load_skeleton(ModelSection())

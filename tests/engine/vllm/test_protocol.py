@@ -69,6 +69,7 @@ async def test_a_healthy_server(parts: Any, expected: Generation) -> None:
     assert any("vLLM 0.32.0 server(s)" in line for line in said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize(
     "kind",
@@ -203,6 +204,10 @@ def test_check_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (found,) = lines(args, "rollout.top_p=0.9")
     assert found.startswith("engine vllm: vLLM reports log-probs after top-p and top-k")
     assert lines(args, "rollout.top_p=0.9", "rollout.temperature=0") == []
+    assert lines(args, "engine.args.flags.quantization=fp8_per_tensor") == []
+    (found,) = lines(args, "engine.args.flags.quantization=fp8")
+    assert "weights of fp8 cannot be replaced" in found
+    assert "set fp8_per_tensor or fp8_per_block" in found
 
 
 async def test_another_logprobs_mode_is_refused(parts: Any) -> None:

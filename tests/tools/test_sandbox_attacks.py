@@ -343,6 +343,27 @@ async def test_prints_a_gigabyte(session: SandboxSession) -> None:
     assert len(execution.stdout) < 3 * LIMITS.output
 
 
+async def test_prints_without_end_and_does_not_stop(session: SandboxSession) -> None:
+    execution = await attack(
+        session,
+        "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "while True:\n    try: print('x' * (1 << 16))\n    except OSError: pass",
+    )
+    assert execution.stop is Stop.OUTPUT
+    assert execution.lost
+    assert execution.cut
+
+
+async def test_an_interrupt_after_the_code_has_ended_changes_nothing(session: SandboxSession) -> None:
+    execution = await attack(
+        session,
+        "import os, signal\nours = os.getpid\ndef late():\n    os.getpid = ours\n"
+        "    signal.raise_signal(signal.SIGINT)\n    return ours()\nos.getpid = late\nraise ValueError('mine')",
+    )
+    assert "mine" in (execution.error or "")
+    assert not execution.lost
+
+
 async def test_returns_and_raises_more_than_is_kept(session: SandboxSession) -> None:
     execution = await attack(session, "'x' * 10_000_000")
     assert execution.cut

@@ -99,10 +99,11 @@ class Supervisor:
         else:
             os.kill(-1, signal.SIGSTOP)
             self.kill_others()
-        own = [(OUT, self.printed(0)), (ERR, self.printed(1))]
+        (out, cut), (err, cut_too) = self.printed(0), self.printed(1)
+        own = [(OUT, out), (ERR, err)]
         if stop:
             own.append((STOP, stop.encode()))
-        flags = {LOST: lost, LOST_BEFORE: self.lost_before, SPOILT: self.spoilt, CUT: call.loud}
+        flags = {LOST: lost, LOST_BEFORE: self.lost_before, SPOILT: self.spoilt, CUT: cut or cut_too}
         own += [(tag, b"") for tag, flag in flags.items() if flag]
         self.lost_before = False
         return (reply or b"") + b"".join(field(*one) for one in own)
@@ -138,8 +139,8 @@ class Supervisor:
         except ChildProcessError:
             return True
 
-    def printed(self, which: int) -> bytes:
-        """The output kept: its beginning and its end, and in between how much was left out."""
+    def printed(self, which: int) -> tuple[bytes, bool]:
+        """The output kept, and whether it is cut: its beginning and its end, in between how much was left out."""
         fd = self.outputs[which]
         size, most = os.fstat(fd).st_size, self.limits["output"]
         if size <= most:
@@ -150,7 +151,7 @@ class Supervisor:
             data = os.pread(fd, half, 0) + gap + os.pread(fd, half, size - half)
         if size:
             os.ftruncate(fd, 0)
-        return data
+        return data, size > most
 
 
 class _GoneError(Exception):
@@ -172,7 +173,6 @@ class Call:
         self.end = self.began + seconds
         self.used_before = usage()[0]
         self.stop: str | None = None
-        self.loud = False
 
     def run(self) -> tuple[bytes | None, str | None]:
         """(the worker's fields, why it was stopped). No fields: the worker is beyond repair."""
@@ -210,7 +210,6 @@ class Call:
 
     def stop_reason(self) -> str | None:
         """Why it was stopped, where only the kernel stopped it."""
-        self.loud = self.loud or self.printed() >= self.limits["output"]
         return self.stop or ("output" if self.printed() >= self.most else None)
 
     def printed(self) -> int:

@@ -82,6 +82,7 @@ class Worker:
             value = self.run(code)
             self.figures()
         except BaseException as problem:  # noqa: BLE001 - whatever the model's code raises is told to it
+            self.running = False  # before anything is called, where an interrupt could hit our own code
             self.leave_if_forked()
             error = self.described(problem)
         finally:

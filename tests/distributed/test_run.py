@@ -117,10 +117,7 @@ def test_a_mixture_whose_experts_workers_divide_is_trained_with_those_that_the_e
     ray_address: str, tmp_path: Path
 ) -> None:
     """In copies, too: each step samples with the weights of the one before, and nothing is learnt otherwise."""
-    torch.manual_seed(0)
-    shape: dict[str, Any] = {**SMALL, **ROUTED, "vocab_size": 1024, "num_experts": 4}
-    save_folder(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)), tmp_path / "mixture")
-    mixture = {"model__path": str(tmp_path / "mixture"), "algorithm__routing_replay": True}
+    mixture = {"model__path": str(save_mixture(tmp_path)), "algorithm__routing_replay": True}
     alone = agentrl.train(job(tmp_path / "alone", **mixture))
     learnt = [row for row in metrics(alone.folder) if row.get("train/grad_norm", 0)]
     assert len(learnt) >= 2
@@ -130,3 +127,25 @@ def test_a_mixture_whose_experts_workers_divide_is_trained_with_those_that_the_e
         "copies": {"cluster__workers": 4, "cluster__expert_parallel": 2, "cluster__shard": 2},
     }.items():
         same(alone, agentrl.train(job(tmp_path / name, cluster__address=ray_address, **mixture, **cluster)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+def test_real_servers_sample_with_the_weights_of_divided_experts(
+    kind: str, ray_address: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    request.getfixturevalue(f"{kind}_venv")
+    cluster = {"cluster__address": ray_address, "cluster__workers": 2, "cluster__expert_parallel": 2}
+    mixture = {"model__path": str(save_mixture(tmp_path, head_dim=32)), "train__lr": 1e-2}
+    result = agentrl.train(job(tmp_path / "run", engine__name=kind, **cluster, **mixture))
+    rows = metrics(result.folder)[1:]
+    assert all(row["train/grad_norm"] > 0.01 for row in rows)
+    assert all(row["mismatch/logprob_max"] < 1e-3 for row in rows)
+
+
+def save_mixture(folder: Path, **changes: int) -> Path:
+    """A model of four experts a layer, of which each token has two."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {**SMALL, **ROUTED, "vocab_size": 1024, "num_experts": 4, **changes}
+    save_folder(Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape)), folder / "mixture")
+    return folder / "mixture"

@@ -5,6 +5,7 @@ it is written, starts one by `subprocess`.
 """
 
 import atexit
+import faulthandler
 import functools
 import gc
 import multiprocessing
@@ -60,6 +61,7 @@ def on_ranks(work: Callable[..., None], *arguments: Any, size: int = 2) -> None:
 
 def _on_rank(rank: int, work: Callable[..., None], *arguments: Any) -> None:
     gc.freeze()
+    faulthandler.enable()  # a crash in C++ says where
     work(rank, *arguments)
 
 

@@ -156,6 +156,11 @@ class ServerEngine(Engine):
                 *unable,
             ]
         refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu)
+        if recipe.algorithm.routing_replay and not gpu and not given.remote_nodes:
+            refused.append(
+                f"algorithm.routing_replay: {cls.kind.plan.program.title} tells the experts that its routers chose "
+                "on a GPU alone; set engine.name=local, or leave it out"
+            )
         if plain_flags(given.flags).get("quantization") and recipe.algorithm.off_policy == "none":
             refused.append(
                 "algorithm.off_policy=none: servers of quantized weights (engine.args.flags.quantization) sample from "

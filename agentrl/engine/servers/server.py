@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -62,6 +63,10 @@ class LaunchedServer(Protocol):
 
     def reason(self) -> str:
         """Say in a line why it ended."""
+
+
+_PYDANTIC = re.compile(r"(\d+ validation errors? for \w+)\n\s*")
+"""The head of an error of pydantic, whose next line says what is wrong."""
 
 
 class Server(LaunchedServer):
@@ -188,7 +193,8 @@ class Server(LaunchedServer):
 
     def reason(self) -> str:
         """The line of its log that says best why it ended."""
-        lines = [line.strip() for line in self._output().splitlines() if line.strip()]
+        output = _PYDANTIC.sub(r"\1: ", self._output())
+        lines = [line.strip() for line in output.splitlines() if line.strip()]
         errors = [line for line in lines if ("Error" in line or "error:" in line) and "WARNING" not in line]
         causes = [line for line in errors if "See root cause above" not in line]  # vLLM ends on a line that has none
         return (causes or errors or lines or ["it wrote nothing"])[-1][:300]

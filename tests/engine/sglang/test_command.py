@@ -19,6 +19,7 @@ from agentrl.engine.servers.server import free_port
 from agentrl.engine.servers.settings import Settings, settings_of
 from agentrl.engine.sglang.command import SglangPlan, cuda_libraries, memory_saver_fault
 from agentrl.engine.sglang.kind import SglangEngine, SglangKind
+from agentrl.engine.vllm.kind import VllmEngine
 from agentrl.errors import UserError
 from agentrl.recipe.schema import Recipe
 
@@ -219,6 +220,19 @@ def test_why_a_server_ended_is_its_cause_and_not_that_there_is_one(tmp_path: Pat
     )
     ended = server.Server(plan_of(venv_at(tmp_path), {}), 0, log, Sessions())
     assert ended.reason() == "(Worker pid=1) ERROR RuntimeError: no such kernel"
+    with log.open("a") as file:
+        file.write("ValidationError: 1 validation error for VllmConfig\n  Value error, it requires Triton. [type=x]\n")
+        file.write("    For further information visit https://errors.pydantic.dev\n")
+    told = "ValidationError: 1 validation error for VllmConfig: Value error, it requires Triton. [type=x]"
+    assert ended.reason() == told
+
+
+@pytest.mark.parametrize("kind", [SglangEngine, VllmEngine])
+def test_experts_of_servers_are_told_on_gpus_alone(kind: type[SglangEngine | VllmEngine]) -> None:
+    given = ["engine.args={command: sh}", f"engine.name={kind.kind.plan.program.name}"]
+    recipe = Recipe.load("gsm8k_tool", [*given, "algorithm.routing_replay=true"])
+    (line,) = [line for line in kind.missing(recipe) if "routing_replay" in line]
+    assert "on a GPU alone" in line
 
 
 def test_servers_begin_at_the_devices_of_the_table(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ class Facts:
     """Whether it keeps what it computed of images."""
     nccl: str | None = None
     """Version of its NCCL, as 2.29.7 (None: it does not say)."""
+    machines: int = 1
+    """That it computes on."""
 
     @property
     def hashes_whole(self) -> bool:

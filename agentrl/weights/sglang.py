@@ -27,11 +27,14 @@ class SglangServer(WeightServer):
                 version=str(info.get("version")),
                 lora=bool(info.get("enable_lora")),
                 adapters=info.get("max_loaded_loras"),
+                machines=int(info.get("nnodes") or 1),
             )
         return self._facts
 
     async def transport(self, near: bool) -> tuple[str, str]:
         """The transport that suits it, and why. near: whether it shares this machine's memory and files."""
+        if (machines := (await self.facts()).machines) > 1:
+            return "from_distributed", f"{self.url} computes on {machines} machines"
         if near:
             return "from_tensor", "servers share this machine's memory"
         return "from_distributed", f"{self.url} does not share this machine's memory"

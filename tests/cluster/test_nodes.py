@@ -268,6 +268,41 @@ async def test_servers_share_the_gpus_of_workers_on_every_machine(cluster: str, 
             nodes.close()
 
 
+async def test_a_server_over_two_machines(cluster: str, tmp_path: Path) -> None:
+    """Its parts meet at the first one's machine; where one ends, the server has."""
+    plan = SglangPlan(
+        (sys.executable, "-c", SERVES), "model", "float32", {"tp-size": 4, "nnodes": 2}, 1, 1, 1, cpu=True, key="secret"
+    )
+    with node(tmp_path, f"--address={cluster}", "--num-cpus=2"), Session(address=cluster):
+        until(lambda: len(cluster_nodes()) == 3)
+        nodes = RemoteNodes(cluster, servers=2, nodes=2, ranks=2, parts=2)
+        servers = [RemoteServer(nodes, plan, i, tmp_path / f"server_{i}.log") for i in range(2)]
+        await asyncio.gather(*(server.start(SECONDS, lambda line: None) for server in servers))
+        logs = [[server.log, server.log.with_stem(f"{server.log.stem}_node_1")] for server in servers]
+        flags = re.compile(r"--(?:nnodes|node-rank|dist-init-addr) (\S+)")
+        found = [[flags.findall(log.read_text()) for log in of] for of in logs]
+        for (first, second), server in zip(found, servers, strict=True):
+            assert [first[:2], second[:2]] == [["2", "0"], ["2", "1"]]
+            assert first[2] == second[2]
+            assert server.running
+        assert found[0][0][2] != found[1][0][2]
+        pids = [served_by(log) for of in logs for log in of]
+        os.kill(pids[1], signal.SIGKILL)
+        until(lambda: not servers[0].running)
+        assert servers[1].running
+        assert servers[0].reason() == f"the command ended with exit code -9 (log: {tmp_path}/server_0_node_1.log)"
+        await servers[0].stop()
+        until(lambda: gone(pids[:2]))
+        await servers[0].start(SECONDS, lambda line: None)
+        assert servers[0].running
+        (tmp_path / "run").mkdir()
+        servers[1].move_log(tmp_path / "run" / "sglang_1.log")
+        assert (tmp_path / "run" / "sglang_1_node_1.log").exists()
+        await asyncio.gather(*(server.stop() for server in servers))
+        until(lambda: gone(pids))
+        nodes.close()
+
+
 async def test_a_server_that_does_not_start_on_another_machine(cluster: str, tmp_path: Path) -> None:
     plan = SglangPlan(
         (sys.executable, "-c", "exit('Error: no room')"), "model", "float32", {}, 1, 1, 1, cpu=True, key="secret"
@@ -294,18 +329,33 @@ SHARED = [
     ids=["one of them", "all, shared with workers"],
 )
 def test_a_run_trains_with_servers_on_machines(where: list[str], cluster: str, tmp_path: Path) -> None:
+    trained(cluster, tmp_path, *where)
+    assert "max-running-requests" in (tmp_path / "run" / "sglang_0.log").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("sglang_venv")
+def test_a_run_trains_with_a_server_over_two_machines(cluster: str, tmp_path: Path) -> None:
+    with node(tmp_path, f"--address={cluster}", "--num-cpus=2"):
+        with Session(address=cluster):
+            until(lambda: len(cluster_nodes()) == 3)
+        trained(cluster, tmp_path, "cluster.workers=1", "engine.args={remote_nodes: 2, flags: {tp-size: 2, nnodes: 2}}")
+        assert "--node-rank 1" in (tmp_path / "run" / "sglang_0_node_1.log").read_text()
+
+
+def trained(cluster: str, folder: Path, *overrides: str) -> None:
+    """Train two steps on the cluster, which sample with the trainer's weights."""
     import ray
 
     result = train(
         str(RECIPES / "gsm8k_tool.yaml"),
         overrides=[
-            "engine.name=sglang", *where, f"cluster.address={cluster}",
+            "engine.name=sglang", *overrides, f"cluster.address={cluster}",
             "train.steps=2", "rollout.tasks=4", "rollout.n=4", "train.lr=1e-3", "eval.every=0", "eval.splits=[]",
-            "train.threads=1", f"output={tmp_path / 'run'}",
+            "train.threads=1", f"output={folder / 'run'}",
         ],
     )  # fmt: skip
     rows = RunFolder(result.folder).metrics()
     assert [row["rollout/failed"] for row in rows[1:]] == [0, 0]
     assert max(row.get("mismatch/logprob_max", 0.0) for row in rows[1:]) < 1e-3
-    assert "max-running-requests" in (result.folder / "sglang_0.log").read_text()
     assert not ray.is_initialized()

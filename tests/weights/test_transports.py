@@ -1,13 +1,14 @@
 """Weights to the real server: what it samples afterwards, bit for bit, by every transport and in mid-request."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from sglang_help import real_plan, real_server
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of, tiny
 
 from agentrl.containment.threads import in_thread
@@ -58,6 +59,24 @@ async def test_the_server_samples_from_what_was_sent(name: str, channel: WeightC
         assert answer["meta_info"]["cached_tokens"] == 0  # the caches were dropped
     assert spans_of(await ask(session, sglang_url, 1)) == [("2", 0, 1)]
     await channel.transport.close()
+
+
+@pytest.fixture
+def two_ranks(sglang_venv: str, tmp_path: Path) -> Iterator[str]:
+    """A server whose layers two processes share, over gloo."""
+    with real_server(tmp_path, real_plan({"tp-size": 2})) as url:
+        yield url
+
+
+@pytest.mark.long
+async def test_every_rank_of_a_server_has_what_was_sent(two_ranks: str, session: aiohttp.ClientSession, tmp_path: Path):
+    channel = await open_channel([two_ranks], session, folder=tmp_path, say=lambda line: None)
+    for version, name in enumerate(TRANSPORTS, 1):
+        channel.transport, model = transport(name, tmp_path), altered(version)
+        assert not (await channel.publish(version, ModelWeights(model))).failed
+        check_answer(await ask(session, two_ranks), [(model, 0, 16)])
+        await channel.transport.close()
+    await channel.close()
 
 
 async def test_another_trainers_publisher_sends_what_its_stages_hold(

@@ -155,6 +155,8 @@ class ServerEngine(Engine):
                 f"{given.remote_nodes}, and cluster.nodes {recipe.cluster.nodes}",
                 *unable,
             ]
+        if given.parts > 1 and recipe.engine.sleep:
+            unable = ["engine.sleep: servers over several machines (engine.args.flags.nnodes) have GPUs alone", *unable]
         refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu)
         if recipe.algorithm.routing_replay and not gpu and not given.remote_nodes:
             refused.append(

@@ -114,7 +114,7 @@ class Fleet:
         if nodes:
             assert self._cluster is not None  # `Settings.plan` has seen to it
             ranks = self._kind.launched(count, plain_flags(self._settings.flags)).ranks
-            self._remote = remote = RemoteNodes(self._cluster, count, nodes, ranks, self._shared)
+            self._remote = remote = RemoteNodes(self._cluster, count, nodes, ranks, self._shared, self._settings.parts)
             servers, where = [RemoteServer(remote, plan, i, file) for i, file in enumerate(files)], f"{where} there"
             title = f"{title} server(s) on {nodes} {'' if self._shared else 'other '}machine(s)"
         else:

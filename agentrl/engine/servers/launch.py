@@ -53,6 +53,18 @@ class Program:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one machine has of a server that computes on several."""
+
+    rank: int
+    """0 answers requests."""
+    count: int
+    """Machines of the server."""
+    meeting: str
+    """HOST:PORT on the machine of rank 0, where they meet."""
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchPlan(ABC):
     """How to launch servers of one kind."""
 
@@ -89,6 +101,8 @@ class LaunchPlan(ABC):
     """How weights are to be sent, as the recipe says."""
     sees: bool = False
     """Whether prompts may hold images."""
+    part: Part | None = None
+    """None: the server computes on one machine."""
     grace: float = 0.0
     """Seconds between asking a server to end and killing it. Servers only wait in them."""
 

@@ -1,4 +1,5 @@
-"""Servers on other machines of a Ray cluster: each is a `Server` in an actor there, with GPUs of its own.
+"""Servers on other machines of a Ray cluster: each is a `Server` in an actor there, with GPUs of its own; one that
+computes on several machines is a `Server` on each.
 
 Ray ends the actors with the run, however that ends, and a server ends with its actor's process.
 """
@@ -20,8 +21,8 @@ from agentrl.cluster.session import Session
 from agentrl.cluster.spawn import FORWARDED, SPAWN_SECONDS
 from agentrl.containment.process_tree import END_SECONDS
 from agentrl.engine.servers.client import Sessions
-from agentrl.engine.servers.launch import LaunchPlan
-from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server
+from agentrl.engine.servers.launch import LaunchPlan, Part
+from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server, free_port
 from agentrl.errors import UserError
 from agentrl.models.download import DOWNLOADING
 from agentrl.weights.request import ServerGpus
@@ -54,11 +55,18 @@ class ServerHost:
         names = given if shared is None else names_of(shared)
         self._gpus = ServerGpus(ray.get_runtime_context().get_node_id(), tuple(map(str, names)))
         self._sessions = Sessions(here.key)
-        self._server = Server(here, index, Path(log), self._sessions)
+        self._plan, self._index, self._log = here, index, Path(log)
+        self._server = Server(here, index, self._log, self._sessions)
         self._doing = ""
 
-    async def start(self, timeout: float) -> tuple[str, str, ServerGpus]:
-        """Start the server; return its URL, why it did not start (empty: it serves), and its GPUs."""
+    async def meeting(self) -> str:
+        """An address of this machine that is free."""
+        return f"{self._plan.host}:{free_port(self._plan.host)}"
+
+    async def start(self, timeout: float, part: Part | None) -> tuple[str, str, ServerGpus]:
+        """Start the server, or this machine's part of it; return its URL, why it did not start (empty: it serves), and
+        its GPUs."""
+        self._server = Server(replace(self._plan, part=part), self._index, self._log, self._sessions)
         try:
             await self._server.start(timeout, self._do)
         except UserError as error:
@@ -96,12 +104,15 @@ class RemoteNodes:
     there for them until `close`. shared: all machines with GPUs, this one too if it has any; nothing is reserved, since
     the workers' GPUs are the servers' too, from the first on.
 
-    address: of the cluster. ranks: GPUs of each server, where the machines have any; else it computes on CPUs. Raises
-    UserError: the cluster cannot be reached, or has no room.
+    address: of the cluster. ranks: GPUs of each server, where the machines have any; else it computes on CPUs. parts:
+    machines that each server computes on, which divides nodes, and nodes servers x parts. Raises UserError: the cluster
+    cannot be reached, or has no room.
     """
 
-    def __init__(self, address: str, servers: int, nodes: int, ranks: int, shared: bool = False) -> None:
-        self._stack, self._pool = ExitStack(), None
+    def __init__(
+        self, address: str, servers: int, nodes: int, ranks: int, shared: bool = False, parts: int = 1
+    ) -> None:
+        self._stack, self._pool, self.parts = ExitStack(), None, parts
         try:
             if not Session.reachable():
                 self._stack.enter_context(Session(address))
@@ -109,9 +120,10 @@ class RemoteNodes:
                 self._places = _shared_places(servers, nodes, ranks)
                 return
             gpu = any(node.total.get("GPU", 0.0) >= 1.0 for node in cluster_nodes() if node.id != own_id())
-            pool = ResourcePool(servers, nodes, gpu=gpu, each=ranks, elsewhere=True)
+            pool = ResourcePool(servers * parts, nodes, gpu=gpu, each=ranks // parts, elsewhere=True)
             self._pool = self._stack.enter_context(pool)
-            self._node_of = [node for node, count in enumerate(pool.by_node) for _ in range(count)]
+            first = enumerate(pool.by_node[::parts])
+            self._first_node = [parts * group for group, count in first for _ in range(count)]
         except ClusterError as error:
             self.close()
             raise UserError(f"engine.args.remote_nodes: {error}") from error
@@ -119,13 +131,13 @@ class RemoteNodes:
             self.close()
             raise
 
-    def actor(self, index: int, *args: object) -> Any:
-        """Start the actor of server `index` with these arguments of `ServerHost`."""
+    def actor(self, index: int, rank: int, *args: object) -> Any:
+        """Start the actor of part `rank` of server `index` with these arguments of `ServerHost`."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         if self._pool is not None:
-            where = self._pool.place(self._node_of[index])
+            where = self._pool.place(self._first_node[index] + rank)
         else:
             node, devices = self._places[index]
             where = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
@@ -163,8 +175,8 @@ class RemoteServer(LaunchedServer):
     def __init__(self, nodes: RemoteNodes, plan: LaunchPlan, index: int, log: Path) -> None:
         self._nodes, self._plan, self._index = nodes, plan, index
         self._name = f"engine {plan.program.name}"
-        self._actor: Any = None
-        self._ended: Any = None  # Ray's reference to the reason why it ended
+        self._actors: list[Any] = []
+        self._ended: list[Any] = []  # Ray's references to the reasons why its parts ended
         self.log, self.url = log, ""
         self.gpus: ServerGpus | None = None
 
@@ -173,13 +185,16 @@ class RemoteServer(LaunchedServer):
         """See `LaunchedServer`."""
         import ray
 
-        return self._ended is not None and Session.reachable() and not ray.wait([self._ended], timeout=0)[0]
+        return bool(self._ended) and Session.reachable() and not ray.wait(self._ended, timeout=0)[0]
 
     async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
         """See `LaunchedServer`."""
         environment = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED)}
-        self._actor = self._nodes.actor(self._index, self._plan, self._index, str(self.log), environment)
-        starting = asyncio.ensure_future(_answer(self._actor.start.remote(timeout)))
+        self._actors = [
+            self._nodes.actor(self._index, rank, self._plan, self._index, str(_part_of(self.log, rank)), environment)
+            for rank in range(self._nodes.parts)
+        ]
+        starting = asyncio.ensure_future(self._start(timeout))
         begun, limit = time.monotonic(), timeout + SPAWN_SECONDS
         try:
             while not (await asyncio.wait({starting}, timeout=POLL_SECONDS))[0]:
@@ -200,21 +215,39 @@ class RemoteServer(LaunchedServer):
             self.kill()
             raise UserError(f"{why}, on another machine")
         self.gpus = gpus if gpus.names else None
-        self._ended = self._actor.ended.remote()
+        self._ended = [actor.ended.remote() for actor in self._actors]
+
+    async def _start(self, timeout: float) -> tuple[str, str, ServerGpus]:
+        """Start all parts; what the first says once all serve, or one that does not start."""
+        first, count = self._actors[0], len(self._actors)
+        meeting = await _answer(first.meeting.remote()) if count > 1 else ""
+        asked: list[asyncio.Future[tuple[str, str, ServerGpus]]] = [
+            asyncio.ensure_future(_answer(actor.start.remote(timeout, Part(rank, count, meeting) if meeting else None)))
+            for rank, actor in enumerate(self._actors)
+        ]
+        try:
+            for done in asyncio.as_completed(asked):
+                if (said := await done)[1]:
+                    return said
+            return asked[0].result()
+        finally:
+            for one in asked:
+                one.cancel()
 
     async def _doing(self, waited: float) -> str:
         """What the server does; its machine may still be starting the actor."""
-        asked = asyncio.ensure_future(_answer(self._actor.doing.remote()))
+        asked = asyncio.ensure_future(_answer(self._actors[0].doing.remote()))
         done, _ = await asyncio.wait({asked}, timeout=POLL_SECONDS)
         asked.cancel()
         return (asked.result() if done and asked.exception() is None else "") or f"{waited:3.0f} s"
 
     async def stop(self) -> None:
         """See `LaunchedServer`."""
-        if self._actor is not None and Session.reachable():
-            asked = asyncio.ensure_future(_answer(self._actor.stop.remote()))
-            done, _ = await asyncio.wait({asked}, timeout=2 * END_SECONDS)
-            asked.cancel()
+        if self._actors and Session.reachable():
+            asked = [asyncio.ensure_future(_answer(actor.stop.remote())) for actor in self._actors]
+            done, late = await asyncio.wait(asked, timeout=2 * END_SECONDS)
+            for task in late:
+                task.cancel()
             for task in done:
                 task.exception()  # its machine may be gone
         self.kill()
@@ -223,16 +256,18 @@ class RemoteServer(LaunchedServer):
         """See `LaunchedServer`."""
         import ray
 
-        actor, self._actor, self._ended = self._actor, None, None
-        if actor is not None and Session.reachable():
-            ray.kill(actor)
+        actors, self._actors, self._ended = self._actors, [], []
+        if Session.reachable():
+            for actor in actors:
+                ray.kill(actor)
 
     def move_log(self, path: Path) -> None:
         """See `LaunchedServer`."""
         import ray
 
+        moving = [actor.move_log.remote(str(_part_of(path, rank))) for rank, actor in enumerate(self._actors)]
         try:
-            self.log = Path(ray.get(self._actor.move_log.remote(str(path)), timeout=REASON_SECONDS))
+            self.log = Path(ray.get(moving, timeout=REASON_SECONDS)[0])
         except ray.exceptions.RayError:  # the server is gone, which is found out by what needs it
             return
 
@@ -243,12 +278,18 @@ class RemoteServer(LaunchedServer):
         """See `LaunchedServer`."""
         import ray
 
-        if self._ended is None:
+        if not self._ended:
             return "it was ended"
         try:
-            return str(ray.get(self._ended, timeout=REASON_SECONDS))
+            first = (ray.wait(self._ended, timeout=REASON_SECONDS)[0] or self._ended)[0]
+            return str(ray.get(first, timeout=0))
         except ray.exceptions.RayError as error:
             return cause_of_death(error)
+
+
+def _part_of(log: Path, rank: int) -> Path:
+    """The log of a part of a server."""
+    return log if rank == 0 else log.with_stem(f"{log.stem}_node_{rank}")
 
 
 async def _answer(reference: Any) -> Any:

@@ -70,11 +70,19 @@ class Settings:
             raise UserError("engine.args.flags.port: leave it out; each server is given a port that is free")
         if self.servers < 1:
             raise UserError(f"engine.args.servers is {self.servers}; it must be at least 1")
-        if not 0 <= self.remote_nodes <= self.servers:
+        most = self.servers * self.parts
+        if not 0 <= self.remote_nodes <= most:
+            times = f" x engine.args.flags.nnodes ({self.parts})" if self.parts > 1 else ""
             raise UserError(
                 f"engine.args.remote_nodes is {self.remote_nodes}; it is from 0 to engine.args.servers ({self.servers})"
+                f"{times}"
             )
-        for flag in ("host", "base-gpu-id"):
+        if self.parts > 1 and (not self.remote_nodes or self.remote_nodes % self.parts or most % self.remote_nodes):
+            raise UserError(
+                f"engine.args.remote_nodes is {self.remote_nodes}; with engine.args.flags.nnodes={self.parts} it is a "
+                f"multiple of that, and engine.args.servers x nnodes ({most}) a multiple of it"
+            )
+        for flag in ("host", "base-gpu-id", "node-rank", "dist-init-addr"):
             if self.remote_nodes and flag in plain_flags(self.flags):
                 raise UserError(
                     f"engine.args.flags.{flag}: leave it out; with remote_nodes, Ray says where servers run"
@@ -89,6 +97,14 @@ class Settings:
         for name in ("start_timeout", "stall", "patience"):
             if getattr(self, name) <= 0:
                 raise UserError(f"engine.args.{name} must be more than 0 seconds")
+
+    @property
+    def parts(self) -> int:
+        """The machines that each server computes on. Raises UserError for what is no number of them."""
+        given = plain_flags(self.flags).get("nnodes", 1)
+        if not isinstance(given, int) or given < 1:
+            raise UserError(f"engine.args.flags.nnodes is {given!r}; it is a whole number of machines")
+        return given
 
     def plan(
         self,

@@ -4,6 +4,7 @@ import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import ClassVar
 
@@ -61,6 +62,8 @@ class SglangPlan(LaunchPlan):
                 "max-total-tokens": self._cpu_tokens(),
                 "sleep-on-idle": True,  # its polling takes a core from the trainer
             }
+        if self.part is not None:
+            flags |= {"nnodes": self.part.count, "node-rank": self.part.rank, "dist-init-addr": self.part.meeting}
         if self.adapter is not None and self.adapted:
             flags |= _adapter_flags(self.adapter, self.cpu)
         if self.sees:
@@ -89,6 +92,9 @@ class SglangPlan(LaunchPlan):
         ours = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0", "PYTHONUNBUFFERED": "1"}
         if self.cpu:
             ours |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            if (ranks := ranks_of(self._given())) > 1:  # by itself it places one rank on a NUMA node
+                cores = cycle(sorted(os.sched_getaffinity(0)))
+                ours["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(next(cores)) for _ in range(ranks))
         if self.sees:
             ours["SGLANG_VLM_CACHE_SIZE_MB"] = "0"  # it would keep the features of an image over new weights
         if Path(self.model_path).is_dir():

@@ -61,6 +61,11 @@ class VllmKind(ServerKind):
                 "engine.args.weights=from_tensor: vLLM opens memory of its own GPU alone, so it serves one server of "
                 "one GPU that the trainer shares (engine.sleep); leave it at auto"
             )
+        if settings.parts > 1:
+            found.append(
+                "engine.args.flags.nnodes: a run launches no vLLM server over several machines; start it yourself, and "
+                "name it in engine.args.urls"
+            )
         return found
 
     async def facts(self, client: Client) -> ServerFacts:

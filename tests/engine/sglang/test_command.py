@@ -276,6 +276,20 @@ def test_servers_on_other_machines_need_a_cluster_and_no_place_of_their_own(tmp_
     assert plan.key, "another machine's server listens on a network"
     with pytest.raises(UserError, match=r"remote_nodes: other machines are those of a running Ray cluster"):
         settings_of(args).plan(SglangPlan, tiny()[0], "m", 4, None)
+    for nodes, servers in ((0, 2), (3, 2), (4, 3)):
+        with pytest.raises(UserError, match=rf"remote_nodes is {nodes}; with .*\.flags\.nnodes=2 it is a mult"):
+            Settings(servers=servers, remote_nodes=nodes, flags={"nnodes": 2})
+    with pytest.raises(UserError, match=r"remote_nodes is 5; it is from 0 .* \(2\) x .*\.nnodes \(2\)"):
+        Settings(servers=2, remote_nodes=5, flags={"nnodes": 2})
+    with pytest.raises(UserError, match=r"nnodes is 'two'; it is a whole number of machines"):
+        Settings(servers=2, remote_nodes=2, flags={"nnodes": "two"})
+    with pytest.raises(UserError, match=r"flags\.node-rank: leave it out"):
+        Settings(servers=2, remote_nodes=2, flags={"node_rank": 1})
+    odd = Settings(remote_nodes=2, flags={"nnodes": 2, "tp-size": 3})
+    (line,) = SglangKind().refused(odd, sleep=False, lora=False, gpus=True)
+    assert line == "engine.args.flags.nnodes: 2 machines cannot share the 3 GPUs of a server evenly"
+    (line,) = VllmEngine.kind.refused(odd, sleep=False, lora=False, gpus=True)
+    assert "launches no vLLM server over several machines" in line
     with pytest.raises(UserError, match=r"remote_nodes is 3; it is from 0 to engine\.args\.servers \(2\)"):
         settings_of(args | {"remote_nodes": 3})
     with pytest.raises(UserError, match=r"flags\.base-gpu-id: leave it out; with remote_nodes, Ray says where"):

@@ -18,7 +18,8 @@ class Reload:
         """Load the weights of the whole model from a folder, and pack those again that layers keep beside their
         copy."""
         modules = list(self.model_runner.get_model().modules())
-        for method in (getattr(module, "quant_method", None) for module in modules):
+        for module in modules:
+            method: Any = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None
         self.reload_weights(weights_path=weights_path)  # type: ignore[attr-defined]

@@ -19,6 +19,8 @@ CHECKS = (
     Check("sleep", "memory given back, and taken again", sampling.sleep, "engine.sleep", 1200.0, ("engine",)),
     Check("transports", "every other way of an update", sampling.transports, "engine.args.weights", 3600.0,
           ("engine",)),
+    Check("update", "an update of the recipe's size", running.update, "train.micro_batch_tokens, model.checkpointing",
+          1200.0),
     Check("checkpoint", "written, killed, resumed", running.checkpoint, "output (its disk)", 300.0),
     Check("workers", "two workers under Ray", running.workers, "package ray, cluster.workers", 300.0),
     Check("sandbox", "code of the model, confined", machine.sandbox, "the system package bubblewrap, or tools.python"),

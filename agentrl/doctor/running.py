@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.run_folder import CHECKPOINTS, METRICS, RunFolder
 from agentrl.cluster.session import OBJECT_STORE_MIN
 from agentrl.compute.batch import Batch
+from agentrl.compute.flops import TERA, Workload, longest_update
 from agentrl.distributed.remote import RayRoles
 from agentrl.doctor.check import CheckError, NotHereError
 from agentrl.doctor.subject import Subject, embedded, small
@@ -25,6 +26,7 @@ from agentrl.errors import UserError
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import embeddings, load_model
 from agentrl.models.memory import plan_memory
+from agentrl.models.shape import read_config
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe
@@ -34,11 +36,44 @@ from agentrl.training.run import resume_run, train
 WORKERS = 2
 STEP = "step.json"
 """What the step measured, in the folder that checks share."""
+UPDATE = "update.json"
+"""FLOP/s of an update, likewise."""
+CPU_TOKENS = 2048
+"""Of an update that is tried on a CPU, at most."""
 MANY = 1000
 """Steps of the run that is killed: it does not get there."""
 WAIT_SECONDS = 120.0
 POLL_SECONDS = 0.05
 GIGA = 1e9
+
+
+def update(subject: Subject) -> str:
+    """An update of one full micro-batch for each worker, by the recipe's own roles, at the speed that it has in a run:
+    one before it compiles what is compiled."""
+    subject.free(workers=False)
+    recipe, config = subject.recipe, read_config(subject.recipe.model, fetch=True)
+    if config is None:
+        raise NotHereError("the model's configuration is not on this machine")
+    roles: LocalRoles | RayRoles = subject.roles if subject.apart else _roles_here(recipe)
+    tokens = min(recipe.train.micro_batch_tokens, math.inf if subject.device.type == "cuda" else CPU_TOKENS)
+    length = int(min(recipe.rollout.max_tokens, tokens))
+    samples = recipe.cluster.size * max(1, int(tokens) // length)
+    batch = made_up(config.get_text_config().vocab_size, [length] * samples)
+    for _ in range(2):
+        began = time.perf_counter()
+        roles.actor.update(batch, 1e-6)
+        seconds = time.perf_counter() - began
+    work = roles.role_costs["actor"]
+    rate = work.cost.update(Workload.of(batch)) / seconds
+    (subject.folder / UPDATE).write_text(json.dumps(rate), encoding="utf-8")
+    share = f", {rate / work.peak:.0%} of the peak" if work.peak else ""
+    count = samples * length
+    return f"{count:,} tokens in {seconds:.2g} s: {count / seconds:,.0f} tokens/s, {rate / TERA:.2g} TFLOP/s{share}"
+
+
+def _roles_here(recipe: Recipe) -> LocalRoles:
+    model, _ = load_model(recipe.model, recipe.train.seed)
+    return LocalRoles(recipe, model)
 
 
 def checkpoint(subject: Subject) -> str:
@@ -100,7 +135,7 @@ def workers(subject: Subject) -> str:
     alone = LocalRoles(recipe, model)
     cluster = ClusterSection(gpus=WORKERS) if gpus else ClusterSection(workers=WORKERS)
     spread = recipe.changed(cluster=cluster)
-    batch = made_up(embeddings(model).shape[0])
+    batch = made_up(embeddings(model).shape[0], [20 + i for i in range(8)], prompt=12)
     began = time.perf_counter()
     together = RayRoles(spread, spread, subject.folder / "logs", print, print)
     try:
@@ -119,12 +154,12 @@ def workers(subject: Subject) -> str:
     return f"{WORKERS} workers on {where} in {started:.0f} s; log-probs differ by {off:.1g} nats, before and after"
 
 
-def made_up(vocabulary: int) -> Batch:
-    """Eight samples of four prompts, with all that an update reads."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, vocabulary, 12) for _ in range(4)]
-    rows = [np.concatenate([prompts[i // 2], rng.integers(0, vocabulary, 8 + i)]) for i in range(8)]
-    mask = np.concatenate([np.arange(len(row)) >= 12 for row in rows])
+def made_up(vocabulary: int, lengths: Sequence[int], prompt: int = 1) -> Batch:
+    """Samples of these lengths, in pairs that share a prompt of `prompt` tokens, with all that an update reads."""
+    rng, count = np.random.default_rng(0), len(lengths)
+    prompts = [rng.integers(0, vocabulary, prompt) for _ in range(-(-count // 2))]
+    rows = [np.concatenate([prompts[i // 2], rng.integers(0, vocabulary, n - prompt)]) for i, n in enumerate(lengths)]
+    mask = np.concatenate([np.arange(len(row)) >= prompt for row in rows])
     tokens = len(mask)
     return Batch(
         np.cumsum([0, *(len(row) for row in rows)]),
@@ -135,7 +170,7 @@ def made_up(vocabulary: int) -> Batch:
             "advantages": np.where(mask, rng.standard_normal(tokens), 0.0).astype(np.float32),
             "weight": (mask / mask.sum()).astype(np.float32),
         },
-        {"prompt_length": np.full(8, 12, np.int32), "group": np.arange(8) // 2},
+        {"prompt_length": np.full(count, prompt, np.int32), "group": np.arange(count) // 2},
     )
 
 
@@ -170,12 +205,15 @@ def check_step(row: Mapping[str, Json]) -> None:
 
 
 def estimate(subject: Subject) -> str:
-    """Time and memory of the whole run, from the step that was tried and the shape of the model."""
-    recipe = subject.recipe
+    """Time and memory of the whole run, from the step and the update that were tried and the shape of the model."""
+    recipe, tried = subject.recipe, subject.folder / UPDATE
     row = json.loads((subject.folder / STEP).read_text(encoding="utf-8"))
-    seconds = step_seconds(recipe, row)
+    flops = longest_update(recipe) if tried.exists() else None
+    most = math.inf if flops is None else flops / json.loads(tried.read_text(encoding="utf-8"))
+    seconds = step_seconds(recipe, row, most)
     whole = seconds * recipe.train.steps
     said = f"about {seconds:.0f} s a step, {whole / 3600:.1f} h for {recipe.train.steps} steps without evaluation"
+    said += "" if flops is None else f"; a step's update takes at most {most:,.2g} s"
     plan = plan_memory(recipe)
     if plan is None:
         return f"{said}; memory is not known"
@@ -195,15 +233,15 @@ def total_memory(device: torch.device) -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def step_seconds(recipe: Recipe, row: Mapping[str, Json]) -> float:
-    """Seconds of a step of the recipe, by the metrics of a small one: training in proportion to the samples,
-    sampling to their number over that of those decoded at once, publishing as it was. A guess: few samples are slower
-    each."""
+def step_seconds(recipe: Recipe, row: Mapping[str, Json], most: float) -> float:
+    """Seconds of a step of the recipe, by the metrics of a small one: training in proportion to the samples, at most
+    `most`, sampling to their number over that of those decoded at once, publishing as it was. A guess: few samples are
+    slower each."""
     tried = small(recipe, Path()).rollout
     more = recipe.rollout.n * recipe.rollout.tasks / (tried.n * tried.tasks)
     width = recipe.engine.max_batch * int(recipe.engine.args.get("servers", 1))
     rounds = max(1.0, recipe.rollout.n * recipe.rollout.tasks / width)
     longer = recipe.rollout.max_turn_tokens / tried.max_turn_tokens
-    rollout, learned = row["time/rollout_s"] * rounds * longer, row["time/train_s"] * more * longer
+    rollout, learned = row["time/rollout_s"] * rounds * longer, min(most, row["time/train_s"] * more * longer)
     together = max(rollout, learned) if recipe.rollout.overlap != "none" else rollout + learned
     return float(together + row["time/sync_s"])

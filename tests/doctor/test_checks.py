@@ -23,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.roles import save_roles
 from agentrl.compute import tree_attention
+from agentrl.compute.flops import longest_update
 from agentrl.compute.forward import BlockForward
 from agentrl.doctor import computing, machine, running, sampling
 from agentrl.doctor.check import Check, CheckError, Finding, NotHereError, Status, perform
@@ -32,6 +33,7 @@ from agentrl.doctor.trainer import HereTrainer
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError
 from agentrl.images import STORE
+from agentrl.learner.actor import Actor
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.models.vision import Vision
@@ -492,6 +494,28 @@ def test_the_time_of_a_run_follows_from_the_step(subject: Subject) -> None:
     assert found.figure.startswith("about 20 s a step, 0.6 h for 100 steps")
 
 
+def test_the_time_of_a_step_follows_from_an_update_of_its_size(subject: Subject) -> None:
+    subject.recipe = small(rollout__tasks=16, rollout__n=8, engine__max_batch=64, train__steps=100)
+    found = finding("update", subject)
+    assert re.fullmatch(r"2,048 tokens in \S+ s: [\d,]+ tokens/s, \S+ TFLOP/s, \d+% of the peak", found.figure)
+    (subject.folder / running.STEP).write_text(json.dumps(GOOD))
+    rate = json.loads((subject.folder / running.UPDATE).read_text())
+    flops = longest_update(subject.recipe)
+    assert flops is not None
+    assert f"a step's update takes at most {flops / rate:,.2g} s" in finding("estimate", subject).figure
+    (subject.folder / running.UPDATE).write_text(json.dumps(flops / 3))
+    assert finding("estimate", subject).figure.startswith("about 8 s a step")  # 4 to sample, 3, and 0.5
+
+
+def test_an_update_that_fails_is_found(subject: Subject, monkeypatch: Patch) -> None:
+    def full(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Actor, "update", full)
+    found = finding("update", subject)
+    assert (found.status, found.remedy) == (Status.FAILED, "train.micro_batch_tokens, model.checkpointing")
+
+
 def test_a_model_that_does_not_fit_is_found(subject: Subject, monkeypatch: Patch) -> None:
     (subject.folder / running.STEP).write_text(json.dumps(GOOD))
     monkeypatch.setattr(running, "total_memory", lambda device: 1e6)
@@ -524,6 +548,7 @@ def test_a_recipe_of_workers_is_tried_through_its_roles(subject: Subject, monkey
         found = finding(name, subject)
         assert found.status is Status.OK, found
     assert finding("transports", subject).status is Status.ABSENT
+    assert "4,096 tokens in " in finding("update", subject).figure  # 2,048 a worker
     monkeypatch.setattr(type(subject.roles.actor), "update", lambda self, batch, rate: None)
     found = finding("weights", subject)
     assert "change log-probs by 0 nats only" in found.figure, found

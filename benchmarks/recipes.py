@@ -5,13 +5,14 @@
     python benchmarks/recipes.py --write                  writes docs/reference/recipes_measured.md
 
 A recipe with an `sft` section and no `start` is warm-started by `agentrl sft` first, as its first lines say. Each run
-is a process of its own with one thread. Runs stay in `--folder`, and one that is there already is not made again.
+is a process of its own with one thread, which also samples: it takes one core. Runs stay in `--folder`, and one that is there already is not made again.
 """
 
 import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,12 +27,13 @@ RECIPES = (
     "gsm8k_tool", "gsm8k_ppo", "agent_openai", "text_game", "compact", "sub_agents", "search_qa", "user_sim",
     "code_tool", "vision_game", "terminal",
 )  # fmt: skip
+ONE_CORE = "engine.args.processes=1"
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recipes_measured.md"
 HEAD = """# What the recipes come to
 
 Held-out accuracy of every recipe that needs no GPU: of the model that it starts from (after the warm start, where the
-recipe has one) and of the last step; minutes, with the warm start and evaluations. Made by
-`python benchmarks/recipes.py --write`, one thread a run, on {machine}.
+recipe has one) and of the last step; minutes on one core, with the warm start and evaluations (a run by itself takes two). Made
+by `python benchmarks/recipes.py --write`{seeds}, on {machine}.
 
 | recipe | seeds | before | after | minutes |
 |---|---|---|---|---|
@@ -66,7 +68,7 @@ def measured(name: str, seed: int, folder: Path) -> dict[str, object]:
     run = folder / f"{name}_{seed}"
     done = run.with_suffix(".json")
     if not done.exists():
-        path, minutes, given = f"recipes/{name}.yaml", 0.0, [f"train.seed={seed}"]
+        path, minutes, given = f"recipes/{name}.yaml", 0.0, [f"train.seed={seed}", ONE_CORE]
         start, cache = folder / f"{name}_{seed}_start", (folder / f"{name}_{seed}_cache").resolve()
         for left in (run, start, Path(f"{start}_run"), cache):  # of a benchmark that was cut off
             shutil.rmtree(left, ignore_errors=True)
@@ -109,7 +111,11 @@ def main() -> None:
         lines.append(row(name, [measured(name, seed, options.folder) for seed in seeds]))
         print(lines[-1], flush=True)
     if options.write:
-        PAGE.write_text(HEAD.format(machine=platform.processor() or platform.machine()) + "\n".join(lines) + "\n")
+        cpus = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        named = re.search(r"model name\s*: (.+)", cpus)
+        machine = named[1] if named else platform.machine()
+        told = f" --seeds {options.seeds}" if options.seeds != "0" else ""
+        PAGE.write_text(HEAD.format(machine=machine, seeds=told) + "\n".join(lines) + "\n")
         print(f"written: {PAGE}")
 
 

@@ -5,7 +5,8 @@
     python benchmarks/recipes.py --write                  writes docs/reference/recipes_measured.md
 
 A recipe with an `sft` section and no `start` is warm-started by `agentrl sft` first, as its first lines say. Each run
-is a process of its own with one thread, which also samples: it takes one core. Runs stay in `--folder`, and one that is there already is not made again.
+is a process of its own with one thread, which also samples: it takes one core. Runs stay in `--folder`, and one that is
+there already is not made again.
 """
 
 import argparse
@@ -32,8 +33,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recipes_measured.md"
 HEAD = """# What the recipes come to
 
 Held-out accuracy of every recipe that needs no GPU: of the model that it starts from (after the warm start, where the
-recipe has one) and of the last step; minutes on one core, with the warm start and evaluations (a run by itself takes two). Made
-by `python benchmarks/recipes.py --write`{seeds}, on {machine}.
+recipe has one) and of the last step; minutes on one core, with the warm start and evaluations (a run by itself takes
+two). Made by `python benchmarks/recipes.py --write`{seeds}, on {machine}.
 
 | recipe | seeds | before | after | minutes |
 |---|---|---|---|---|

@@ -29,10 +29,11 @@ class Proposals:
         journal: Any = import_module("optuna.storages.journal")
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(folder / JOURNAL)))
-        sampler = self._optuna.samplers.TPESampler(seed=0)
         self._study: Any = self._optuna.create_study(
-            storage=storage, study_name="sweep", direction="maximize", load_if_exists=True, sampler=sampler
+            storage=storage, study_name="sweep", direction="maximize", load_if_exists=True
         )
+        # one seed for all would have a sweep that goes on draw what it drew before
+        self._study.sampler = self._optuna.samplers.TPESampler(seed=len(self._study.trials))
         self._axes = split_keys([f"{key}={told}" for key, told in axes.items()])[1]
         self._file = folder / JOURNAL
 

@@ -20,6 +20,7 @@ from train_help import small
 from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.training.axes import Range, split_keys
+from agentrl.training.proposals import Proposals
 from agentrl.training.sweep import Plan, Sweep, deadline, plan
 from agentrl.training.trials import Processes, Trial
 
@@ -159,6 +160,45 @@ def test_halving_drops_nothing_where_all_are_alike(tmp_path: Path) -> None:
     assert not sweep.run(Processes(tmp_path / "sweep/base.yaml", 1, (), said.append), most_steps=0)
     assert sweep.plan.dropped == {}
     assert sweep.comparison() is None  # none is done
+
+
+class Played(Processes):
+    """Runs that solve the more tasks the nearer train.lr is to 1e-3; none in a configuration of `failing`."""
+
+    failing: tuple[int, ...] = ()
+
+    def train(self, trials: Sequence[Trial], step: int) -> bool:
+        for trial in trials:
+            rate = float(dict(key.split("=") for key in trial.keys)["train.lr"])
+            right = round(80 - 20 * abs(np.log10(rate) + 3))
+            if trial.configuration not in self.failing:
+                played(trial, [[float(task < right)] for task in range(80)], step)
+        return True
+
+
+def test_optuna_is_told_what_its_proposals_come_to_and_repeats_none_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axes = split_keys(["train.lr=1e-6..1e-1", "rollout.n=4,8", "train.seed=0,1"])[1]
+    made = plan(small(train__steps=20), axes, 0, 24, ())
+    sweep = Sweep.new(tmp_path / "sweep", small(train__steps=20), made, lambda line: None)
+    machinery = Played(tmp_path / "sweep/base.yaml", 3, (), lambda line: None)
+    monkeypatch.setattr(Played, "failing", (1,))
+    assert not sweep.run(machinery, most_steps=5 * 2 * 20 - 1)  # six configurations, one failed, but for one run
+    assert len(sweep.plan.configurations) == 6
+    again = Sweep.existing(tmp_path / "sweep", lambda line: None)
+    assert again.plan == sweep.plan
+    assert again.run(machinery)
+    found = [float(rate) for rate, _ in again.plan.configurations]
+    assert again.plan.configurations[:6] == sweep.plan.configurations
+    assert len(found) == len(set(found)) == 24
+    study = Proposals(again.folder, again.plan.axes)._study
+    scores = [trial.value for trial in study.trials]
+    assert scores[1] is None
+    assert scores[2:] == [again.score(index, 20) for index in range(2, 24)]
+    study.ask().suggest_float("train.lr", 1e-6, 1e-1, log=True)  # a kill in the midst
+    with pytest.raises(UserError, match=r"proposal 25 is incomplete; start a new sweep"):
+        Proposals(again.folder, again.plan.axes).known()
 
 
 def whole(arguments: Sequence[str], folder: Path) -> "subprocess.Popen[str]":

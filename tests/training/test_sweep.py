@@ -223,6 +223,18 @@ def test_runs_are_trained_at_once_and_compared(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.ray
+@pytest.mark.long
+def test_runs_share_a_cluster(ray_address: str, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text(dump_recipe(small(train__steps=1)))
+    cluster = [f"cluster.address={ray_address}", "cluster.workers=1"]
+    whole(["base.yaml", "train.lr=1e-4,1e-3", *cluster, "--parallel", "2", "--output", "sweep"], tmp_path).communicate()
+    rows = list(csv.DictReader((tmp_path / "sweep/table.csv").open()))
+    assert [row["state"] for row in rows] == ["done", "done"]
+    for row in rows:
+        assert "cluster: 1 workers" in (tmp_path / f"sweep/trials/{row['run']}.log").read_text()
+
+
 @pytest.mark.long
 def test_a_killed_sweep_goes_on_and_a_failed_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text(dump_recipe(small(train__steps=40)))

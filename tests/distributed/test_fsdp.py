@@ -3,6 +3,7 @@
 One pair of processes does all of it once; `pair` is what its ranks found.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lora_help import save_adapter, stirred
 from safetensors.torch import load_file
 from sharded_help import LORA, ROW, SCENARIOS, apart, curve, make_folders, run_rank, train_here
+from torch.multiprocessing import ProcessExitedException
 from warm import on_ranks
 
 from agentrl.compute import liger
@@ -46,7 +48,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(root: Path) -> list[dict[str, Any]]:
-    on_ranks(run_rank, root)
+    """Tried again, with a warning, where a rank crashed in C++: a double free of torch or gloo in one of fifty runs."""
+    try:
+        on_ranks(run_rank, root)
+    except ProcessExitedException as error:
+        stacks = "\n".join(path.read_text() for path in root.glob("crash*"))
+        if not stacks:
+            raise
+        warnings.warn(f"{error}\n{stacks}", RuntimeWarning, stacklevel=1)
+        (root / "meeting").unlink()
+        on_ranks(run_rank, root)
     return [torch.load(root / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -1,6 +1,7 @@
 """Two processes over gloo that train as the workers of a cluster do, without Ray; and the same work in one process."""
 
 import ctypes
+import faulthandler
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -335,6 +336,8 @@ def run_rank(rank: int, root: Path) -> None:
 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)  # so that what is freed does not count as held
     meet(rank, root / "meeting")
+    crash = (root / f"crash{rank}").open("w")
+    faulthandler.enable(crash)
     from agentrl.distributed.fsdp.mesh import make_context
 
     cpu, found = torch.device("cpu"), {}
@@ -344,4 +347,5 @@ def run_rank(rank: int, root: Path) -> None:
     for question in QUESTIONS:
         found[question.__name__] = question(root)
     torch.save(found, root / f"rank{rank}.pt")
+    faulthandler.disable()
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ from sglang_adapter_help import adapted, stir
 from sglang_help import all_of, check_constrained, logprobs_of, prompts, tiny
 from vllm_help import VllmStandIn
 
+from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.engine.base import EngineError, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers.answer import Answer
@@ -252,3 +253,13 @@ def test_a_run_trains_through_a_real_server(vllm_url: str, tmp_path: Path) -> No
     assert apart, "no step had anything to learn from"
     assert max(apart) < 1e-3
     assert all(row["stop/error"] == 0 for row in rows[1:] if "stop/error" in row)
+
+
+@pytest.mark.long
+def test_a_run_trains_through_a_server_whose_layers_two_processes_share(vllm_venv: str, tmp_path: Path) -> None:
+    flags = "engine.args={flags: {tensor-parallel-size: 2}}"
+    small = ["rollout.tasks=4", "rollout.n=4", "train.steps=2", "train.lr=1e-3", "eval.every=0", "eval.splits=[]"]
+    result = train(RECIPE, overrides=["engine.name=vllm", flags, *small, f"output={tmp_path / 'run'}"])
+    rows = RunFolder(result.folder).metrics()[1:]
+    assert [row["rollout/failed"] for row in rows] == [0, 0]
+    assert max(row["mismatch/logprob_max"] for row in rows) < 1e-3

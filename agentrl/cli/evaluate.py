@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from agentrl.cli.common import OtherModel, Overrides, Text, Texts, without_output
+from agentrl.cli.common import Overrides, Text, Texts, without_output
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,14 @@ def eval_command(
         Text, Argument(help="A recipe's file or name, or a run folder: its recipe and best checkpoint.")
     ] = None,
     overrides: Overrides = None,
-    model: OtherModel = None,
+    model: Annotated[
+        Text,
+        Option(
+            "--model",
+            metavar="DIR",
+            help="A model, checkpoint or run folder, instead of the recipe's; openai:NAME: behind OPENAI_BASE_URL.",
+        ),
+    ] = None,
     split: Annotated[
         Texts, Option("--split", help="A held-out split to evaluate; can be repeated (default: all).")
     ] = None,
@@ -67,13 +74,13 @@ def eval_command(
     if json_file is not None:
         check_writable(json_file)
     from agentrl.eval.evaluate import check_evaluated, evaluate, model_of
-    from agentrl.eval.folder import new_folder
+    from agentrl.eval.folder import API, new_folder
 
     check_evaluated(checked, split, least)
     model = model_of(model or run or "") or None
     keep: Path | None = Path(output) if output else None
     if keep is None and not no_keep and resume is None:
-        keep = new_folder(run, Path(model).name if run and model else Path(recipe or "").stem)
+        keep = new_folder(run, Path(model.removeprefix(API)).name if run and model else Path(recipe or "").stem)
     try:
         result = evaluate(checked, model=model, splits=split, samples=samples, by=by, keep=keep, resume=resume)
     except BaseException:

@@ -8,7 +8,7 @@ from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.run_folder import EVALUATION, MODEL, RunFolder, recipe_of
 from agentrl.containment.event_loop import blocking, run
 from agentrl.errors import UserError, nearest
-from agentrl.eval.folder import EvaluationFolder, Keeper
+from agentrl.eval.folder import API, EvaluationFolder, Keeper
 from agentrl.eval.held_out import HeldOut
 from agentrl.eval.outcome import Outcome
 from agentrl.eval.progress import Progress
@@ -69,11 +69,11 @@ def evaluate(
 
     recipe: a Recipe, the path of a recipe, or a run folder: then that run's recipe and its best checkpoint are used.
     overrides: `key=value`, only with a path. model: replaces the recipe's model: a folder, a run folder (its best
-    checkpoint) or a hub name. splits: replaces `eval.splits`. by: a field of the tasks' data, by whose values the
-    accuracy is given too. keep: a folder for the conversations and the result, which `agentrl show`, `view` and
-    `compare` read. resume: such a folder, whose samples count as played, unless they failed; `recipe` is then what
-    `EvaluationFolder.recipe` returned for it. progress: where to show progress; default: stderr. A reward model
-    (`rewards.model`) is loaded into this process.
+    checkpoint), a hub name, or `openai:NAME`. splits: replaces `eval.splits`. by: a field of the tasks' data, by whose
+    values the accuracy is given too. keep: a folder for the conversations and the result, which `agentrl show`,
+    `view` and `compare` read. resume: such a folder, whose samples count as played, unless they failed; `recipe` is
+    then what `EvaluationFolder.recipe` returned for it. progress: where to show progress; default: stderr. A reward
+    model (`rewards.model`) is loaded into this process.
 
     Raises UserError for bad input; before a model is loaded, wherever the mistake can be found without one.
     """
@@ -82,6 +82,8 @@ def evaluate(
         recipe, model = load_recipe(path, overrides), model or folder
     elif overrides:
         raise UserError("overrides go with a recipe's path; a Recipe object is complete")
+    if model is not None and model.startswith(API):
+        recipe, model = _behind_api(recipe, model.removeprefix(API)), None
     model = model_of(model) if model is not None else None
     changed = {"samples": samples or recipe.eval.samples, "splits": tuple(splits) if splits else recipe.eval.splits}
     recipe = resolve_types(recipe.changed(eval=changed))
@@ -95,6 +97,12 @@ def evaluate(
     finally:
         if store is not None:
             store.close()
+
+
+def _behind_api(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with a model behind OpenAI's API; how it is reached stays, where the recipe says that."""
+    args = recipe.engine.args if recipe.engine.name == "openai" else {}
+    return recipe.changed(engine={"name": "openai", "args": {**args, "model": name}})
 
 
 def model_of(path: str) -> str:

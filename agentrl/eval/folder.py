@@ -24,6 +24,8 @@ from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory_file import Row, join_trajectories, left_out, row, write_trajectories
 from agentrl.trajectory import Trajectory
 
+API = "openai:"
+"""How a model behind OpenAI's API, or the one of OPENAI_BASE_URL, is named: `openai:gpt-5-mini`."""
 TASKS = "tasks.jsonl"
 PART_SECONDS, PART_SHARE = 1.0, 0.02
 """Least time between two parts, in seconds and as a share of the time so far: their number stays in the hundreds."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.checkpoint.code import read_code
 from agentrl.checkpoint.run_folder import EVALUATION, RECIPE, TRAJECTORIES, RunFolder
 from agentrl.errors import UserError, nearest
-from agentrl.eval.folder import new_folder
+from agentrl.eval.folder import API, new_folder
 from agentrl.eval.outcome import read_outcomes
 from agentrl.models import EMBEDDED
 from agentrl.plugins.types import Json
@@ -17,8 +17,6 @@ from agentrl.recipe.load import differing, leaves, load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.trajectory_file import Stored, stored_files
 
-API = "openai:"
-"""How a model behind OpenAI's API, or the one of OPENAI_BASE_URL, is named: `openai:gpt-5-mini`."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 AGAINST = "vs"
 """The word between the runs of one side and those of the next."""
@@ -309,11 +307,7 @@ def _evaluated(
             "RECIPE, or evaluate it by agentrl eval RECIPE --model MODEL and name the folder that is kept"
         )
     how = load_recipe(recipe if recipe is not None else RunFolder(known[0][0]).recipe())
-    model: str | None = None
-    if name.startswith(API):
-        how = how.changed(engine={"name": "openai", "args": {"model": name.removeprefix(API)}})
-    else:
-        model = model_of(name)
+    model = name if name.startswith(API) else model_of(name)
     if known:
         how, splits = _alike(how, known, splits)
     folder = new_folder(None, Path(name.removeprefix(API)).name)

@@ -26,9 +26,9 @@ class OpenAIEngine(Engine):
     """An engine that requests chat completions and uses the endpoint's own tool calls.
 
     model: the model's name at the endpoint. max_batch: maximum number of requests at once. base_url: of the endpoint;
-    None: OpenAI's. api_key_env: the environment variable with the key, which an endpoint with a `base_url` may not
-    need. timeout: seconds per completion. retries: after status 429 or 5xx and lost connections, with growing pauses.
-    max_tokens_key: the endpoint's name for the maximum tokens of a completion; None: `max_tokens`, at OpenAI
+    None: OPENAI_BASE_URL, else OpenAI's. api_key_env: the environment variable with the key, which other endpoints may
+    not need. timeout: seconds per completion. retries: after status 429 or 5xx and lost connections, with growing
+    pauses. max_tokens_key: the endpoint's name for the maximum tokens of a completion; None: `max_tokens`, at OpenAI
     `max_completion_tokens`. extra: further keys of the request's body. prices: what a million tokens cost, for
     `agentrl eval`, by PRICES; `cached_input` without a price costs what input does. tool_images: where the images of
     tools go: `user`, into a message of the user behind the results of the turn, since OpenAI takes text alone in a
@@ -58,6 +58,7 @@ class OpenAIEngine(Engine):
         if tool_images not in ("user", "tool"):
             raise UserError(f"engine.args.tool_images is {tool_images!r}; it is user or tool")
         self._tool_images = tool_images
+        base_url = base_url or os.environ.get("OPENAI_BASE_URL") or None
         key = os.environ.get(api_key_env, "")
         if not key and base_url is None:
             raise UserError(f"engine openai: {api_key_env} is not set in the environment (engine.args.api_key_env)")

@@ -195,7 +195,7 @@ async def test_what_is_known_at_the_start_is_said_in_a_line(monkeypatch):
 
 
 @pytest.mark.slow
-def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, capsys):
+def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, capsys, monkeypatch):
     env = make_environment(EnvSection(name="gsm8k"))
     gold = {}
     for task in env.tasks("test")[:6]:
@@ -235,6 +235,14 @@ def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, c
         said = capsys.readouterr().out
         assert "good-model" in said
         assert "cost" in said
+        monkeypatch.setenv("OPENAI_BASE_URL", ready[0])
+        other = ["eval", recipe, "--model", "openai:good-model", "eval.tasks=2", "--split", "test", "--json", str(out)]
+        assert run([*other, "--output", str(tmp_path / "other")]) == 0
+        found = json.loads(out.read_text())
+        assert (found["splits"]["test"]["accuracy"], found["splits"]["test"]["tasks"]) == (1.0, 2)
+        assert f"good-model at {ready[0]}" in " ".join(capsys.readouterr().out.split())
+        assert run(["eval", recipe, "--model", "openai:god-model", "--no-keep"]) == 2
+        assert "has no model 'god-model'; did you mean 'good-model'" in capsys.readouterr().err
         assert run(["train", recipe, *overrides]) == 2
         assert "cannot be trained" in capsys.readouterr().err
     finally:

@@ -121,9 +121,11 @@ class Subject:
     def _alone(self, recipe: Recipe) -> Recipe:
         """`recipe` with one server: one of those on other machines, where the workers are apart too. The embedded
         engine samples in this process, whose memory is looked at."""
+        from agentrl.engine.servers.launch import plain_flags
+
         args = dict(recipe.engine.args)
-        elsewhere = 1 if args.pop("remote_nodes", 0) and self.apart else 0
-        args |= {"remote_nodes": 1} if elsewhere else {}
+        if args.pop("remote_nodes", 0) and self.apart:
+            args["remote_nodes"] = plain_flags(args.get("flags") or {}).get("nnodes", 1)
         args |= {"servers": 1} if "servers" in args else {}
         args |= {"processes": 1} if recipe.engine.name == "local" else {}
         return recipe.changed(engine={"args": args}, **({} if self.apart else {"cluster": ClusterSection()}))

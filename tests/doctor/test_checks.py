@@ -299,6 +299,13 @@ def test_servers_are_tried_on_devices_of_their_own(subject: Subject, monkeypatch
     assert given == [(one, ((0,),)), (one, ((1,),)), (one, ((0,),)), (one, ())]  # the last one has to share
 
 
+def test_a_server_over_machines_is_tried_over_as_many(subject: Subject) -> None:
+    servers = {"servers": 4, "remote_nodes": 4, "flags": {"tp_size": 16, "nnodes": 2}}
+    subject.recipe = small(engine__name="sglang", engine__args=servers, cluster__gpus=8, cluster__address="head:1")
+    tried = subject._alone(subject.recipe).engine.args
+    assert (tried["servers"], tried["remote_nodes"]) == (1, 2)
+
+
 @pytest.fixture
 def seeing(subject: Subject) -> Subject:
     """Of a model that sees."""

@@ -224,6 +224,26 @@ class Pipeline(FaultyServer):
         return super()._do(path, body)
 
 
+class OverMachines(FaultyServer):
+    machines = 2
+
+    def _do(self, path: str, body: Any) -> web.Response:
+        if path == "/server_info":
+            return web.json_response(
+                {"device": "cpu", "dtype": "float32", "tp_size": 2, "nnodes": self.machines, "version": "0"}
+            )
+        return super()._do(path, body)
+
+
+@pytest.mark.parametrize(("machines", "transport"), [(2, "from_distributed"), (1, "from_tensor")])
+async def test_a_server_over_machines_is_sent_to_by_a_group_wherever_its_first_one_is(
+    machines: int, transport: str, session: Any
+) -> None:
+    async with OverMachines() as server:
+        server.machines = machines
+        assert (await SglangServer(server.url, session).transport(near=True))[0] == transport
+
+
 @pytest.mark.parametrize("transport", ["auto", "from_disk"])
 async def test_a_pipeline_is_sent_nothing_since_its_stages_load_at_other_times(
     transport: str, session: Any, tmp_path: Path

@@ -25,6 +25,7 @@ from agentrl.engine.servers.launch import LaunchPlan, Part
 from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server, free_port
 from agentrl.errors import UserError
 from agentrl.models.download import DOWNLOADING
+from agentrl.weights.addresses import url_of
 from agentrl.weights.request import ServerGpus
 
 REASON_SECONDS = 5.0
@@ -61,7 +62,7 @@ class ServerHost:
 
     async def meeting(self) -> str:
         """An address of this machine that is free."""
-        return f"{self._plan.host}:{free_port(self._plan.host)}"
+        return url_of(self._plan.host, free_port(self._plan.host)).removeprefix("http://")
 
     async def start(self, timeout: float, part: Part | None) -> tuple[str, str, ServerGpus]:
         """Start the server, or this machine's part of it; return its URL, why it did not start (empty: it serves), and

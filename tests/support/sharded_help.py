@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -336,8 +337,7 @@ def run_rank(rank: int, root: Path) -> None:
 
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)  # so that what is freed does not count as held
     meet(rank, root / "meeting")
-    crash = (root / f"crash{rank}").open("w")
-    faulthandler.enable(crash)
+    faulthandler.enable(os.open(root / f"crash{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))  # until the process ends
     from agentrl.distributed.fsdp.mesh import make_context
 
     cpu, found = torch.device("cpu"), {}
@@ -347,5 +347,4 @@ def run_rank(rank: int, root: Path) -> None:
     for question in QUESTIONS:
         found[question.__name__] = question(root)
     torch.save(found, root / f"rank{rank}.pt")
-    faulthandler.disable()
     dist.destroy_process_group()

@@ -32,12 +32,20 @@ def test_the_recipe_runs_from_its_warm_start_to_its_last_step(tmp_path: Path, mo
     assert len(played) == 8
     assert all(t["failure"] is None for t in played)
     assert all(t["rewards"]["passed"] <= t["rewards"]["fraction"] for t in played)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("bubblewrap")
+def test_it_goes_on_with_the_tasks_that_it_would_have_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    whole = agentrl.train(load_recipe(RECIPE, [*SHORT, f"output={tmp_path / 'run'}"]))
     half = [*SHORT, f"output={tmp_path / 'half'}", "train.steps=1", "train.save_every=1"]
     stopped = agentrl.train(load_recipe(RECIPE, half))
     resumed = resume_run(str(stopped.folder), overrides=["train.steps=2"])
     # A shell's answer may hold the time of day or a process's number, so later turns may differ. What a rollout starts
     # from and the first turn that the weights give it must not.
-    assert [begun(t) for t in records(resumed.folder, "step_2")] == [begun(t) for t in played]
+    first, second = (records(run.folder, "step_2") for run in (whole, resumed))
+    assert [begun(t) for t in second] == [begun(t) for t in first]
 
 
 def begun(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -25,6 +25,14 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(build("wheel", tmp_path_factory.mktemp("wheel")))
 
 
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory):
+    """The wheel's files, for all tests: what is imported of them is compiled once."""
+    folder = tmp_path_factory.mktemp("site")
+    wheel.extractall(folder)
+    return folder
+
+
 def files(*folders: str) -> set[str]:
     """Names of the checkout's files below folders, relative to its root."""
     paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -77,9 +85,8 @@ def run(unpacked, folder, *commands):
 
 
 @pytest.mark.slow
-def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
-    unpacked, empty = tmp_path / "site", tmp_path / "empty"
-    wheel.extractall(unpacked)
+def test_it_trains_by_the_name_of_a_recipe(unpacked, tmp_path):
+    empty = tmp_path / "empty"
     empty.mkdir()
     small = "train.steps=1 rollout.tasks=2 rollout.n=2 eval.tasks=2 eval.every=0 train.threads=1"
     said = run(unpacked, empty, f"train gsm8k_tool {small}", "check gsm8k_ppo --recipe", "check text_game --recipe")
@@ -92,9 +99,8 @@ def test_it_trains_by_the_name_of_a_recipe(wheel, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_new_writes_is_installed_tested_and_trained(wheel, tmp_path):
-    unpacked, empty = tmp_path / "site", tmp_path / "empty"
-    wheel.extractall(unpacked)
+def test_what_new_writes_is_installed_tested_and_trained(unpacked, tmp_path):
+    empty = tmp_path / "empty"
     empty.mkdir()
     kinds = {"shop": "env", "doubler": "tool", "patient": "agent"}
     run(unpacked, empty, *(f"new {kind} {name}" for name, kind in kinds.items()))

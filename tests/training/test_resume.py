@@ -334,9 +334,13 @@ EPOCHS: dict[str, Any] = {
 equal to the bit."""
 KINDS: dict[str, tuple[dict[str, Any], int, Sequence[int]]] = {
     "plain": ({}, 6, (2, 5)),
-    "adapter": ({"model": {"lora": {"rank": 2, "dropout": 0.2}}}, 4, (3,)),
-    "critic": ({"critic": {"lr": 1e-3, "warmup_steps": 2}, "algorithm": {"advantage": "gae"}}, 3, (1,)),
-}
+    "adapter and critic": (
+        {
+            "model": {"lora": {"rank": 2, "dropout": 0.2}}, "critic": {"lr": 1e-3, "warmup_steps": 2},
+            "algorithm": {"advantage": "gae"},
+        }, 3, (1,),
+    ),
+}  # fmt: skip
 """What differs, how many steps the run has, and from which it goes on. Epochs end inside of step 3 and with step 5; a
 critic's warm-up ends with step 2."""
 

@@ -337,7 +337,7 @@ class Teacher:
         rng, words, world = self.rng, self.world.words, self.world
         topic, verb = world.topic(rng.randint(1, 3)), words.of(w.VERBS, world.used)
         key = self._some_key(topic)
-        arguments = self._arguments()
+        arguments = [argument for argument in self._arguments() if argument.name != topic.key]
         result = rng.choice((words.of(w.ATTRIBUTES), words.of(w.NOUNS), "receipt", "ticket", "total", "reference"))
         value = json_text(rng.choice(w.RESULTS)(rng))
         gives: dict[str, Json] = {result: value}

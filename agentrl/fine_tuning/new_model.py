@@ -24,7 +24,7 @@ SPLIT = (
 """Qwen's pre-tokenization: words with their leading space, every digit alone."""
 SPLIT_WORDS = r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+ ?|\s"
 """Words, digits and spaces alone: a word has the same tokens wherever it stands, which a small model copies sooner."""
-ROPE_THETA, INIT = 10_000.0, 0.04  # for contexts of a thousand tokens, and widths of a hundred
+INIT = 0.04  # for widths of a hundred
 
 
 def read_template(section: NewModel) -> str:
@@ -112,11 +112,11 @@ def _seeing(section: NewModel, tokenizer: Any, seed: int) -> "PreTrainedModel":
         raise UserError(f"sft.new_model.chat_template: {section.chat_template} writes no {IMAGE_PAD} for images")
     side = section.config["head_dim"] // 2
     text = {
-        **section.config,
+        **{name: value for name, value in section.config.items() if name != "rope_theta"},
         "vocab_size": _vocabulary(section, tokenizer),
         "rope_parameters": {
             "rope_type": "default",
-            "rope_theta": ROPE_THETA,
+            "rope_theta": float(section.config["rope_theta"]),
             "mrope_section": [side - 2 * (side // 3), side // 3, side // 3],
             "mrope_interleaved": True,  # transformers takes it for granted, servers do not
         },
@@ -163,11 +163,11 @@ def _reading(section: NewModel, tokenizer: "PreTrainedTokenizerBase", seed: int)
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    shape: dict[str, Any] = section.config
+    shape: dict[str, Any] = dict(section.config)
     config = Qwen3Config(
         vocab_size=_vocabulary(section, tokenizer),
+        rope_parameters={"rope_type": "default", "rope_theta": float(shape.pop("rope_theta"))},
         **shape,
-        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         initializer_range=INIT,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -175,4 +175,73 @@ def _reading(section: NewModel, tokenizer: "PreTrainedTokenizerBase", seed: int)
         pad_token_id=tokenizer.pad_token_id,
     )
     model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
+    if section.init == "induction":
+        _copy_from_context(model)
     return model
+
+
+NEAR, FAR = 0.15, 0.01
+"""Radians a token: frequencies above NEAR tell neighbours apart, those below FAR turn little over a whole lesson."""
+
+
+def _copy_from_context(model: Any) -> None:
+    """Give a Qwen3 induction heads (Olsson et al., arXiv:2209.11895): where what comes now came before, they go on as
+    it went on then. Small models take most of their training to find these by themselves.
+
+    An embedding is written as a constant, what the token is, and two parts that are left almost empty. Heads of the
+    first layer look at the constant alone, so that their scores depend on the distance alone, and fill the empty parts
+    with the token before and the one before that; another sees the third. Two heads of the second layer compare these
+    with the current token, or with it and the one before it, and say the token that stands there. All of it is
+    trained like any other weight.
+    """
+    import torch
+
+    config = model.config
+    width, size = config.hidden_size, config.head_dim
+    frequencies = config.rope_parameters["rope_theta"] ** (-torch.arange(size // 2) * 2.0 / size)
+    near, low = int((frequencies > NEAR).sum()), torch.nonzero(frequencies < FAR).flatten()
+    steady = torch.cat([low, low + size // 2])  # what a head compares by content: the two halves of a pair
+    own, before, before_that = slice(1, width - 2 * size), slice(width - 2 * size, width - size), slice(-size, None)
+    known = width - 2 * size - 1
+    square = torch.randn(max(known, size), max(known, size), generator=torch.Generator().manual_seed(1))
+    code = torch.linalg.qr(square)[0][:size, :known] * (known / size) ** 0.5  # (head, width of `own`)
+    with torch.no_grad():
+        embedding = model.model.embed_tokens.weight
+        embedding[:, 0] = 4 * INIT
+        embedding[:, width - 2 * size :] *= 0.2
+        for layer in model.model.layers:  # else what they add at random is larger than what is written here
+            layer.mlp.down_proj.weight *= 0.1
+            layer.self_attn.o_proj.weight *= 0.2
+        first, second = (layer.self_attn for layer in model.model.layers[:2])
+        heads = [slice(i * size, (i + 1) * size) for i in range(config.num_attention_heads)]
+        for back, head in enumerate(heads[:3], 1):
+            asked, offered = torch.zeros(size), torch.zeros(size)
+            asked[:near] = 1
+            offered[:near] = torch.cos(frequencies[:near] * back)
+            offered[size // 2 : size // 2 + near] = torch.sin(frequencies[:near] * back)
+            for weight, value in ((first.q_proj.weight, asked), (first.k_proj.weight, offered)):
+                weight[head] *= 0.1
+                weight[head, 0] = value
+        for head, part in zip(heads, (before, before_that), strict=False):
+            first.v_proj.weight[head] *= 0.1
+            first.v_proj.weight[head, own] = code
+            first.o_proj.weight[:, head] *= 0.1
+            first.o_proj.weight[part, head] += 0.06 * torch.eye(size)
+        for i, head in enumerate(heads[:2]):
+            asked, offered = torch.zeros(size, width), torch.zeros(size, width)
+            unit = torch.eye(size)[: len(steady)]
+            asked[steady, own], offered[steady, before] = code[: len(steady)], unit
+            if i == 1:  # half of it compares the tokens before these
+                half = steady[::2]
+                asked[half], offered[half] = 0.0, 0.0
+                asked[half, before], offered[half, before_that] = unit[::2], unit[::2]
+            for weight, value in ((second.q_proj.weight, asked), (second.k_proj.weight, offered)):
+                weight[head] *= 0.1
+                weight[head] += 0.5 * value
+            second.v_proj.weight[head] *= 0.1
+            second.v_proj.weight[head, own] += code
+            second.o_proj.weight[:, head] *= 0.1
+            second.o_proj.weight[own, head] += 0.12 * code.T
+        for attention, sharpness in ((first, 1.7), (second, 2.0)):
+            attention.q_norm.weight.fill_(sharpness)
+            attention.k_norm.weight.fill_(sharpness)

@@ -64,7 +64,7 @@ def test_what_an_embedded_model_has_never_seen_is_said(
 
 def test_check_warns_of_tools_that_the_embedded_model_has_never_seen(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
-    for recipe in ("gsm8k_tool", "search_qa"):
+    for recipe in ("gsm8k_tool", "code_tool"):
         assert run(["check", recipe]) == 0
         said.append("warning: the embedded model tiny has never seen the tool" in capsys.readouterr().out)
     assert said == [False, True]

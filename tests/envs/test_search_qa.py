@@ -238,14 +238,17 @@ def test_what_the_recipe_may_not_say(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_recipe_trains_the_embedded_model(tmp_path):
+def test_the_recipe_trains_the_model_that_it_makes(tmp_path, monkeypatch):
     from agentrl import train
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     recipe = Recipe.load(
         str(RECIPES / "search_qa.yaml"),
         [
             f"output={tmp_path / 'run'}", "train.steps=2", "train.save_every=0", "train.threads=1", "rollout.tasks=2",
             "rollout.n=4", "rollout.max_turns=3", "rollout.max_turn_tokens=32", "eval.every=0", "eval.tasks=4",
+            "sft.new_model.texts=100", "sft.stages=[{style: clean, steps: 10, batch: 4}]",
         ],
     )  # fmt: skip
     train(recipe)

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from agentrl_envs.gsm8k.environment import Gsm8k
 from cli_help import quiet, refused
 from fakes import ScriptedEngine
@@ -309,6 +310,29 @@ def test_the_recipe_makes_the_configuration_that_the_package_ships() -> None:
     assert {key: made[key] for key in shipped if key not in saved} == {
         key: value for key, value in shipped.items() if key not in saved
     }
+
+
+def test_induction_heads_copy_what_came_before_untrained() -> None:
+    share = {}
+    for init in ("random", "induction"):
+        section = load_recipe(RECIPES / "tiny_tools.yaml", [f"sft.new_model.init={init}"]).sft
+        assert section is not None
+        assert section.new_model is not None
+        model = new_model(section.new_model, bare_tokenizer(TEMPLATE), 0)
+        once = torch.randint(0, model.config.vocab_size, (4, 150), generator=torch.Generator().manual_seed(0))
+        other = torch.randint(0, model.config.vocab_size, (4, 100), generator=torch.Generator().manual_seed(1))
+        ids = torch.cat([once, other, once], 1)
+        with torch.no_grad():
+            said = model(ids).logits[:, 251:-1].argmax(-1)
+        share[init] = (said == ids[:, 252:]).float().mean().item()
+    assert share["random"] < 0.02
+    assert share["induction"] > 0.5
+
+
+@pytest.mark.parametrize("override", ["num_key_value_heads=2", "num_hidden_layers=1", "hidden_size=128"])
+def test_a_shape_without_room_for_induction_heads_is_refused(override: str) -> None:
+    with pytest.raises(UserError, match="new_model: init: induction wants two layers or more, as many key-value heads"):
+        load_recipe(RECIPES / "tiny_tools.yaml", [f"sft.new_model.config.{override}"])
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class SftStage(Section):
 
 QWEN3 = {
     "num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024,
+    "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 1024, "rope_theta": 10_000,
 }  # fmt: skip
 """Shape of a new model, by the names of Hugging Face's Qwen3Config, with the defaults."""
 
@@ -73,6 +73,10 @@ class NewModel(Section):
     vision: Annotated[dict[str, Positive] | None, AfterValidator(_qwen3_vision)] = None
     """Shape of a tower that turns images into features, by the names of Qwen3VLVisionConfig; `{}` takes the defaults.
     null: none."""
+    init: Literal["random", "induction"] = "random"
+    """Weights before the first step. induction: with heads that go on as an earlier place of the context went on, so
+    that a model begins by copying; it has as many key-value heads as heads, and a hidden_size of three times head_dim
+    or more. random: without."""
     vocabulary: Tokens = 832
     """Size of the tokenizer's vocabulary."""
     pre_tokenizer: Literal["qwen", "words"] = "qwen"
@@ -87,6 +91,18 @@ class NewModel(Section):
     """A jinja file, relative to the recipe."""
     tokens: tuple[str, ...] = ()
     """Texts that become one token each, such as the frame of a call's JSON."""
+
+    @model_validator(mode="after")
+    def _has_room(self) -> "NewModel":
+        """Induction heads need two layers with two heads of their own keys, and room beside what a token is."""
+        heads, shape = self.config["num_attention_heads"], self.config
+        fits = shape["num_hidden_layers"] > 1 and shape["num_key_value_heads"] == heads > 1
+        if self.init == "induction" and (not fits or shape["hidden_size"] < 3 * shape["head_dim"] or self.vision):
+            raise ValueError(
+                "init: induction wants two layers or more, as many key-value heads as heads, two or more, a "
+                "hidden_size of three times head_dim or more, and no vision"
+            )
+        return self
 
 
 class SftSelect(Section):

@@ -2,7 +2,7 @@
 
     python benchmarks/own_task.py                                  the three worlds of domains.py, three seeds
     python benchmarks/own_task.py --env package.module:Environment --seeds 0
-    python benchmarks/own_task.py --seeds '' --model runs/tiny_tools/checkpoints/step_4000     where a model starts
+    python benchmarks/own_task.py --seeds '' --model runs/tiny_tools/checkpoints/step_2200     where a model starts
 
 Each run is a process of its own with one thread; `--parallel` of them work at a time. Runs stay in `--folder`, and one
 that is there already is not made again. Reported: held-out accuracy before and after, and the minutes of the whole run,

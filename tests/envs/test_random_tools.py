@@ -73,6 +73,11 @@ async def test_a_guess_without_a_call_and_a_change_too_many_are_not_paid():
     assert refused > 10
 
 
+def test_no_argument_has_the_name_of_the_key():
+    lesson = make_lesson("random_tools/train/0/500041", drills=0.0)  # draws an argument `name` beside a key `name`
+    assert all(tool.check(arguments) for request in lesson.requests for tool, arguments in request.calls)
+
+
 @pytest.mark.slow
 def test_calls_of_demonstrations_fit_their_schemas(lessons):
     for lesson in lessons:

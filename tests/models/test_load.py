@@ -212,5 +212,7 @@ def test_the_embedded_model_that_sees_is_what_its_recipe_makes() -> None:
     model, tokenizer = load_model(ModelSection(path="tiny_vision"))
     assert tokenizer.image_input is not None
     assert tokenizer.chat_template.strip() == Path(made.chat_template).read_text(encoding="utf-8").strip()
-    for wanted, config in ((made.config, model.config.text_config), (made.vision, model.config.vision_config)):
-        assert {key: getattr(config, key) for key in wanted} == wanted
+    text = model.config.text_config
+    known = {**text.to_dict(), "rope_theta": text.rope_parameters["rope_theta"]}
+    for wanted, found in ((made.config, known), (made.vision, model.config.vision_config.to_dict())):
+        assert {key: found[key] for key in wanted} == wanted

@@ -176,7 +176,7 @@ def _reading(section: NewModel, tokenizer: "PreTrainedTokenizerBase", seed: int)
     )
     model: PreTrainedModel = Qwen3ForCausalLM(config).eval()
     if section.init == "induction":
-        _copy_from_context(model)
+        _write_induction_heads(model)
     return model
 
 
@@ -184,7 +184,7 @@ NEAR, FAR = 0.15, 0.01
 """Radians a token: frequencies above NEAR tell neighbours apart, those below FAR turn little over a whole lesson."""
 
 
-def _copy_from_context(model: Any) -> None:
+def _write_induction_heads(model: Any) -> None:
     """Give a Qwen3 induction heads (Olsson et al., arXiv:2209.11895): where what comes now came before, they go on as
     it went on then. Small models take most of their training to find these by themselves.
 

@@ -1,5 +1,6 @@
 """Scanners of stored samples: what each finds and does not, what is kept, and who reads it."""
 
+import asyncio
 import json
 import re
 from dataclasses import replace
@@ -7,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from paths import ROOT
+from serving import serving
 from why_help import answer, call, result, sample, stored, user
 
 from agentrl.cli import main
@@ -210,6 +213,33 @@ def test_what_a_judge_finds_is_a_column(run: Path) -> None:
     with Scan([], {"judge": judge}) as scan:
         scan.file(path)
     assert read_findings(path)["judge"][:3] == [None, "yes", None]
+
+
+@pytest.mark.slow
+async def test_a_judge_at_an_endpoint_is_asked_of_every_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked: list[str] = []
+
+    async def answer_of_grader(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked.append(body["messages"][-1]["content"])
+        message = {"role": "assistant", "content": f"Score: {10 if REFUSED in asked[-1] else 0}"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 1, "model": body["model"], "choices": [choice]}
+        )
+
+    words = ["scan", str(run), "--model", "grader", "--base-url"]
+    async with serving({"POST /v1/chat/completions": answer_of_grader}) as url:
+        code = await asyncio.to_thread(main.run, [*words, f"{url}/v1", "--judge", "Does it {refuse}?"])
+    said = capsys.readouterr()
+    assert (code, said.err) == (0, "")
+    assert re.search(r"20 +0% +100% +judge", said.out)
+    assert all("Question: Does it (refuse)?" in text for text in asked)
+    found = read_findings(run / "trajectories" / "eval_test_5.parquet")["judge"]
+    assert found == [None, "yes"] * 20
+    assert await asyncio.to_thread(main.run, [*words, f"{url}/v1", "--judge", "Is it gone?"]) == 2
+    assert re.match(r"error: --judge: judge grader at http://127\.0\.0\.1.*\n$", capsys.readouterr().err)
+    assert read_findings(run / "trajectories" / "eval_test_5.parquet")["judge"] == found
 
 
 def test_every_scanner_is_listed_and_documented(capsys: pytest.CaptureFixture[str]) -> None:

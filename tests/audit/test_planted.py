@@ -51,6 +51,13 @@ def accused(twin: type[Environment]) -> list[str]:
     return _accused[twin]
 
 
+_FIRST = {one.good for one in PLANTED if not one.later}
+TWINS = [
+    pytest.param(twin, id=twin.__name__, marks=[pytest.mark.long] * (twin not in _FIRST))
+    for twin in sorted({one.good for one in PLANTED}, key=lambda twin: twin.__name__)
+]
+
+
 def test_there_are_enough() -> None:
     assert len(PLANTED) >= 40
     assert sum(one.later for one in PLANTED) * 3 >= len(PLANTED)
@@ -58,15 +65,15 @@ def test_there_are_enough() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", PLANTED, ids=lambda one: one.bad.__name__)
+@pytest.mark.parametrize(
+    "one", [pytest.param(p, id=p.bad.__name__, marks=[pytest.mark.long] * p.later) for p in PLANTED]
+)
 def test_the_defect_is_found(one: Planted) -> None:
     assert not missed(one), said(audited(one.bad, one.limits))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "twin", sorted({one.good for one in PLANTED}, key=lambda t: t.__name__), ids=lambda t: t.__name__
-)
+@pytest.mark.parametrize("twin", TWINS)
 def test_the_twin_is_not_accused(twin: type[Environment]) -> None:
     assert accused(twin) == []
 
@@ -75,8 +82,11 @@ def test_the_twin_is_not_accused(twin: type[Environment]) -> None:
 @pytest.mark.usefixtures("bubblewrap")
 @pytest.mark.parametrize(
     ("env", "kind"),
-    [(TrustsFile, "tampering"), pytest.param(ShowsSolution, "exposed", marks=pytest.mark.long), (Written, "")],
-    ids=["trusts", "shows", "sound"],
+    [
+        pytest.param(TrustsFile, "tampering", id="trusts"),
+        pytest.param(ShowsSolution, "exposed", id="shows", marks=pytest.mark.long),
+        pytest.param(Written, "", id="sound", marks=pytest.mark.long),
+    ],
 )
 def test_cheats_in_workspaces_are_tried(env: type[Environment], kind: str) -> None:
     recipe = Recipe(workspace=WorkspaceSection())

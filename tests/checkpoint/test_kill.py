@@ -121,7 +121,7 @@ def written(aside: Path, content: str) -> None:
     sharded.write({"x": torch.ones(1)}, aside / "trainer" / "actor")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("step", [1, 2], ids=["again", "anew"])
 def test_killed_at_any_moment_of_the_renames_the_next_save_cleans_up(tmp_path: Path, step: int) -> None:
     label(tmp_path / "first", 1, "first")

@@ -79,7 +79,7 @@ def run(folder: Path, shape: tuple[int, ...], make: Callable[[int], Any], start:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [plain, half, adapted])
+@pytest.mark.parametrize("make", [plain, pytest.param(half, marks=pytest.mark.long), adapted])
 def test_two_ranks_save_and_others_go_on(tmp_path: Path, make: Callable[[int], Any]) -> None:
     two, (first, second) = run(tmp_path, (2,), make, None)
     assert same(first["state"], second["state"])

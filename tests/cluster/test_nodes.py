@@ -319,12 +319,13 @@ SHARED = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("sglang_venv")
 @pytest.mark.parametrize(
     "where",
     [
         ["engine.args.remote_nodes=1", "cluster.workers=1"],
-        pytest.param(SHARED, marks=pytest.mark.long),
+        SHARED,
     ],
     ids=["one of them", "all, shared with workers"],
 )

@@ -46,7 +46,7 @@ def learned(forward: Callable[..., Any], model: Any, shape: list[tuple[int, list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
 def test_they_equal_the_others_and_are_compiled_once(checkpointing: bool, counter: CompileCounterWithBackend) -> None:
     model, plain = make_model(), make_model()
     forward, said = choose(model, checkpointing=checkpointing, compiled=True)

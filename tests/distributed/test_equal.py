@@ -186,7 +186,7 @@ def test_a_critic_and_a_reference_in_a_pool_of_their_own(workers: WorkerGroup, t
     same_weights(our_weights, their_weights, 1e-4)
 
 
-@pytest.mark.parametrize("first", ["two workers", "one process"])
+@pytest.mark.parametrize("first", [pytest.param("two workers", marks=pytest.mark.long), "one process"])
 def test_a_run_goes_on_elsewhere_as_if_it_had_stayed(
     first: str, workers: WorkerGroup, tiny: Path, tmp_path: Path
 ) -> None:

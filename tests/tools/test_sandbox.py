@@ -323,6 +323,7 @@ async def soak() -> None:
     assert left() == before, (left(), before)
 
 
+@pytest.mark.long
 def test_soak(tmp_path: Path) -> None:
     """2,000 calls over 100 sessions, some of which misbehave; then nothing is left.
 

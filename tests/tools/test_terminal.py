@@ -62,7 +62,9 @@ async def test_what_a_shell_remembers_and_how_its_commands_end(shell):
         assert await say("sh -c 'kill -9 $$'") in ("Killed\n[exit code 137]", "[exit code 137]")
 
 
-@pytest.mark.parametrize("shell", SHELLS, ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "shell", [*SHELLS[:2], pytest.param(SHELLS[2], marks=pytest.mark.long)], ids=lambda words: words[0]
+)
 @pytest.mark.parametrize(
     "harm",
     [

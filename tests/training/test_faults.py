@@ -308,7 +308,13 @@ ENDS: list[tuple[str, tuple[str, int, BaseException], dict[str, Any], str, str]]
 ]
 
 
-@pytest.mark.parametrize(("trap", "changes", "words", "saved"), [e[1:] for e in ENDS], ids=[e[0] for e in ENDS])
+LONG = ("an interrupt", "first update", "after others", "in a thread too", "solved")
+
+
+@pytest.mark.parametrize(
+    ("trap", "changes", "words", "saved"),
+    [pytest.param(*end[1:], id=end[0], marks=[pytest.mark.long] * (end[0] in LONG)) for end in ENDS],
+)
 def test_what_strangers_code_raises_ends_a_run_in_one_line_and_saves_the_last_whole_step(
     trap: tuple[str, int, BaseException], changes: dict[str, Any], words: str, saved: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], undisturbed: TrainResult,

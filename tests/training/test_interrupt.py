@@ -117,7 +117,7 @@ def test_a_stdout_that_a_plugin_closed_is_told_as_one_without_a_reader() -> None
     display.check()
 
 
-@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_terminal_that_closes_leaves_the_last_whole_step_saved(tmp_path: Path, ignored: bool) -> None:
     """Under `nohup`, which ignores the signal, the run goes on."""
     folder = tmp_path / "run"
@@ -153,7 +153,7 @@ STUCK = [("compute", 2), ("sleep", 2), ("deaf", 2), ("hold", -9)]
 
 @pytest.mark.parametrize(
     ("how", "code"),
-    [pytest.param(how, code, id=how, marks=[pytest.mark.long] * (how in ("sleep", "deaf"))) for how, code in STUCK],
+    [pytest.param(how, code, id=how, marks=[pytest.mark.long] * (how != "hold")) for how, code in STUCK],
 )
 def test_a_plugin_that_holds_up_every_request_ends_the_run_saved(
     how: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

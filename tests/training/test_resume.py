@@ -345,7 +345,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, Sequence[int]]] = {
 critic's warm-up ends with step 2."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["plain", pytest.param("adapter and critic", marks=pytest.mark.long)])
 def test_interrupted_at_any_step_it_is_the_same_run_to_the_bit(tmp_path: Path, kind: str) -> None:
     changes, last, steps = KINDS[kind]
     every_step = {"train__steps": last, "train__save_every": 1, "train__keep": last}

@@ -68,7 +68,7 @@ def test_one_step_off_gives_the_same_run_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["one_step", "async"])
+@pytest.mark.parametrize("overlap", [pytest.param("one_step", marks=pytest.mark.long), "async"])
 def test_a_stopped_run_goes_on_with_the_tasks_that_were_in_flight(
     tmp_path: Path, whole: Callable[[str], TrainResult], overlap: str
 ) -> None:
@@ -91,7 +91,7 @@ DYNAMIC: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["none", "one_step"])
+@pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.long), "one_step"])
 def test_dynamic_sampling_trains_on_groups_that_differ_and_is_resumed(
     tmp_path: Path, overlap: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

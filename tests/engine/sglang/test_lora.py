@@ -35,7 +35,7 @@ async def engine(sglang_url: str) -> AsyncIterator[tuple[SglangEngine, Any, list
     await made.close()
 
 
-@pytest.mark.parametrize("near", [True, False])
+@pytest.mark.parametrize("near", [pytest.param(True, marks=pytest.mark.long), False])
 async def test_each_step_samples_as_merged_weights_do(near: bool, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the server does not see our files, and is sent tensors by value."""
     remote, model, said = engine

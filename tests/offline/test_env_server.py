@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import random
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -88,6 +90,33 @@ async def test_the_clients_of_openenv_play_it(environments_venv: str) -> None:
     assert called["tools"] == ["move"]
     assert "Key: " in called["text"]
     assert "Key: " in called["result"]
+
+
+@pytest.mark.long
+async def test_trl_trains_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GRPO, by a model that calls the served tool: what was weighed there is the reward that TRL sees."""
+    benchmarks = str(ROOT / "benchmarks")
+    monkeypatch.syspath_prepend(benchmarks)
+    import vs_trl
+
+    await asyncio.to_thread(vs_trl.make_model, tmp_path / "model", vs_trl.WARM_STEPS)
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in vs_trl.rows(64, seed=2)))
+    env = {"name": "object", "source": str(source), "args": {"factory": "vs_trl:Scales"}}
+    recipe = Recipe.model_validate({"model": {"path": "tiny"}, "env": env, "output": str(tmp_path / "run")})
+    async with served(recipe, sessions=16) as url:
+        command = [sys.executable, str(SUPPORT / "trl_on_env_server.py"), url, str(tmp_path / "model"), "2", "48"]
+        own = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+        done = await asyncio.to_thread(
+            subprocess.run, command, env=own, capture_output=True, text=True, timeout=600, check=False
+        )
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = json.loads(done.stdout.splitlines()[-1])
+    assert len(steps) == 2
+    for step in steps:
+        assert step["tools/call_frequency"] > 1.0, "two boxes are weighed, as it has learnt"
+        assert step["tools/failure_frequency"] < 0.2
+        assert 0.3 < step["reward"] < 1.0, "a box weighs 100 to 999"
 
 
 def test_our_own_client_finds_a_served_environment_as_it_is() -> None:

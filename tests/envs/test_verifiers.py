@@ -11,11 +11,14 @@ import pytest
 from agentrl_envs.foreign.agent import ForeignAgent
 from agentrl_envs.foreign.environment import ForeignEnvironment
 from agentrl_envs.gsm8k.environment import Gsm8k
+from podman_help import podman_service
+from python_image import PYTHON_IMAGE, python_root
 
 from agentrl.gateway.server import Gateway
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection
 from agentrl.testing import check_environment
+from agentrl.testing.agent import call
 from agentrl.testing.play import Holder, Stage
 from agentrl.training.run import train
 
@@ -83,6 +86,37 @@ async def test_the_simulated_user_is_not_trained(python):
     assert played.extra["metrics"]["user_turns"] == 2.0
     assert broken.failure is not None
     assert not broken.rewards
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("judging", ["agentic-judge", "shared-agentic-judge"])
+async def test_the_judge_that_works_in_a_container_is_not_trained(python, judging, monkeypatch):
+    with podman_service(image=False) as podman:
+        podman.run("import", "-", PYTHON_IMAGE, data=python_root())
+        for name, value in podman.own_env.items():
+            monkeypatch.setenv(name, value)
+        solver = {"harness": {"id": "shell_agent"}, "runtime": {"type": "podman", "image": PYTHON_IMAGE}}
+        judge = {"harness": {"id": "shell_agent"}}
+        args = arguments(python, id=judging, solver=solver, judge=judge, score={"task_weight": 1.0})
+        async with stage_of(args) as (env, stage):
+            task = env.tasks("train")[0]
+            answer = f"It is {task.data['answer']}."
+            check = f"grep -c '{answer}' /tmp/trace.json && ls /app/notes"
+            verdict = {"name": "solved", "reason": "I read its trace.", "verdict": "yes"}
+            wrote = f"printf '%s' '{json.dumps({'verdicts': [verdict]})}' > /tmp/verdict.json"
+            said = [
+                call("bash", command="echo 1 > /app/notes"), answer,
+                call("bash", command=check), call("bash", command=wrote), "Done.",
+            ]  # fmt: skip
+            played = await stage.play(task, lambda _: said)
+            unwritten = await stage.play(task, lambda _: [answer, "I am content."])
+        assert podman.containers() == []
+    assert played.failure is None, played.failure
+    assert [(turn.role, turn.trained) for turn in played.turns] == [("solver", True)] * 2 + [("judge", False)] * 3
+    assert played.rewards == {"right": 1.0, "short": 0.25, "judge": 1.0}
+    assert played.seats == {"solver": 2.25}
+    assert unwritten.failure is not None
+    assert "wrote no verdict" in unwritten.failure.message
 
 
 @pytest.mark.long

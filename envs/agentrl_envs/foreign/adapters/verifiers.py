@@ -195,6 +195,16 @@ class _Seat:
         return trace
 
     @contextlib.asynccontextmanager
+    async def provision(self, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        async with self._agent.provision(*args, **options) as box:
+            try:
+                yield box
+            finally:
+                box.info.borrowed = (
+                    False  # a run in it says it is, and then verifiers 0.4 does not remove the container
+                )
+
+    @contextlib.asynccontextmanager
     async def interaction(self, task: Any, **options: Any) -> AsyncIterator[Any]:
         agent, seat = self._seated()
         async with agent.interaction(task, **options) as interaction:
@@ -203,8 +213,8 @@ class _Seat:
 
 
 def _why(episode: Any) -> str:
-    """The first error of an episode that is not valid."""
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    """The first error of an episode that is not valid: that of a run, which the episode's own follows from."""
+    errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
     return f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not valid, and says no error"
 
 

@@ -37,6 +37,9 @@ class Variances:
 def replicated(a: Means, b: Means) -> tuple[Difference, Variances]:
     """B less A with interval and test (Student's t with Satterthwaite's degrees of freedom), and what it varies with.
 
+    Satterthwaite's formula takes the spreads that were seen for true. That of two seeds is not: where a side has two,
+    the seeds of both count for one degree of freedom.
+
     a, b: [seeds, tasks], the same tasks; at least two seeds on one of the sides. A side of one seed is taken to vary
     as the other does.
     """
@@ -49,8 +52,8 @@ def replicated(a: Means, b: Means) -> tuple[Difference, Variances]:
     free = [max(1, count - 1) for count in counts] if 1 not in counts else [max(counts) - 1] * 2
     own = [seed / count for seed, count in zip(of_seed, counts, strict=True)]
     seeds = sum(own)
-    if 1 in counts:  # one estimate of both
-        freedom = float(free[0])
+    if 1 in counts or min(free) == 1:  # one estimate of both; or a side of two seeds, whose spread is hardly known
+        freedom = float(min(free))
     else:
         freedom = seeds**2 / sum(v**2 / f for v, f in zip(own, free, strict=True)) if seeds else float(sum(free))
     both = sum(noise / (count * tasks) for noise, count in zip(within, counts, strict=True))
@@ -85,7 +88,8 @@ def seeds_needed(wanted: float, seeds: float, tasks: float) -> int | None:
     for count in range(2, MOST_SEEDS + 1):
         of_seeds = seeds / count
         whole = of_seeds + tasks
-        freedom = (2 * count - 2.5) * (whole / of_seeds) ** 2 if of_seeds else math.inf  # fewer where seeds look unlike
+        own = 2 * count - 2.5 if count > 2 else 1.0  # fewer than 2 * count - 2 where seeds look unlike
+        freedom = own * (whole / of_seeds) ** 2 if of_seeds else math.inf
         if not whole:
             return count
         freedom = round(min(freedom, 1e6), 3)

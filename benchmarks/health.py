@@ -8,9 +8,9 @@ short real runs, or rows of healthy runs that were altered from one step on as t
 "after" were made once the conditions were frozen: 13 of 18 were named right then. From two of the others it was learned
 that a trend is no break and that entropies near 0 are noisy; two had been planted into a run that raised something
 already. Second table: healthy runs of shipped recipes, with smaller steps than the recipes have but for those named
-"whole", which are the recipes as they ship; thresholds were set on "well", and are shown on "shown". Two of sub_agents learn too, and a third of their samples run out of tokens, which is
-said: they are listed, and not counted. Exits with 1 where less than 95 % of the pathologies are named right, or a
-healthy run raises anything.
+"whole", which are the recipes as they ship; thresholds were set on "well", and are shown on "shown". Two of sub_agents
+learn too, and a third of their samples run out of tokens, which is said: they are listed, and not counted. Exits with 1
+where less than 95 % of the pathologies are named right, or a healthy run raises anything.
 
 The rows (`health.jsonl.gz`) are of runs on two cores that others used too: their times are noisy.
 """

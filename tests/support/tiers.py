@@ -1,7 +1,8 @@
 """The markers of tests that are not `quick`."""
 
 TIERS = {
-    "long": "takes a minute or more: learning curves over seeds, soaks, kills of whole runs; run by hand",
+    "long": "takes a minute or more (learning curves over seeds, soaks, kills of whole runs), or is one more case of a "
+    "slow test; run by hand",
     "ray": "starts Ray",
     "slow": "trains a whole run, starts processes that compute, or takes a second or more",
     "sandbox": "runs code in bubblewrap",

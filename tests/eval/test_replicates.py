@@ -24,6 +24,16 @@ def test_students_t_agrees_with_its_table(freedom: float, quantile: float) -> No
     assert t_quantile(1e7) == pytest.approx(1.959964, rel=1e-5)
 
 
+@pytest.mark.parametrize("others", [2, 3])
+def test_the_spread_of_two_seeds_counts_for_one_degree_of_freedom(others: int) -> None:
+    """Nothing varies but the seeds; Satterthwaite's formula gives 1.5 and 2.9."""
+    a = np.repeat(np.array([[0.4], [0.5]]), 200, 1)
+    b = np.repeat(np.linspace(0.5, 0.7, others)[:, None], 200, 1)
+    found = replicated(a, b)[0]
+    assert 1.0 <= float(found.test.split()[1]) <= 1.1
+    assert (found.p < 0.05) == (found.low > 0)
+
+
 @given(st.floats(0.001, 50), st.floats(1, 500))
 def test_a_larger_t_is_less_likely(t: float, freedom: float) -> None:
     assert 0 <= t_p(1.1 * t, freedom) <= t_p(t, freedom) <= 1

@@ -199,10 +199,8 @@ class _Seat:
         async with self._agent.provision(*args, **options) as box:
             try:
                 yield box
-            finally:
-                box.info.borrowed = (
-                    False  # a run in it says it is, and then verifiers 0.4 does not remove the container
-                )
+            finally:  # a run in it says that it is borrowed, and verifiers 0.4 does not remove what is
+                box.info.borrowed = False
 
     @contextlib.asynccontextmanager
     async def interaction(self, task: Any, **options: Any) -> AsyncIterator[Any]:

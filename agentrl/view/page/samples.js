@@ -4,7 +4,7 @@ import { h, LongList, choice, copyButton, download, number, replace, seconds, la
 import { names, query, quoted, suggestions, valueOf } from "./query.js";
 
 const AT_ONCE = 64; // files that are searched together
-const AGAIN = 400; // milliseconds until what was found so far is drawn again: to draw takes longer than to search
+const REDRAW = 400; // milliseconds between drawings of what was found so far: to draw takes longer than to search
 const ROW = 30; // pixels
 // name -> [heading, width, priority on narrow screens (1: always)]
 const KNOWN = {
@@ -273,9 +273,10 @@ export function samplesView(app, params) {
         for (let k = 0; k < files.length; k += AT_ONCE) {
           for (const [file, rows] of Object.entries(await app.source.search(run, text, files.slice(k, k + AT_ONCE)))) for (const row of rows) found.add(samples.at(run, file, row));
           if (mine !== searches) return;
-          if (performance.now() - drawn < AGAIN) continue;
-          draw("searching…");
-          drawn = performance.now();
+          if (performance.now() - drawn >= REDRAW) {
+            draw("searching…");
+            drawn = performance.now();
+          }
         }
       }
       found.delete(undefined);

@@ -216,7 +216,10 @@ def test_what_a_judge_finds_is_a_column(run: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_judge_at_an_endpoint_is_asked_of_every_sample(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_judge_at_an_endpoint_is_asked_of_every_sample(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run / "cache"))  # where replies are kept
     asked: list[str] = []
 
     async def answer_of_grader(request: web.Request) -> web.Response:
@@ -234,6 +237,7 @@ async def test_a_judge_at_an_endpoint_is_asked_of_every_sample(run: Path, capsys
     said = capsys.readouterr()
     assert (code, said.err) == (0, "")
     assert re.search(r"20 +0% +100% +judge", said.out)
+    assert len(asked) >= 2, "alike conversations may be asked about once"
     assert all("Question: Does it (refuse)?" in text for text in asked)
     found = read_findings(run / "trajectories" / "eval_test_5.parquet")["judge"]
     assert found == [None, "yes"] * 20

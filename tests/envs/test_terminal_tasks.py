@@ -63,7 +63,7 @@ async def provider():
 @needs_bubblewrap
 @pytest.mark.parametrize("kind", [*KINDS, *UNSEEN, *GIT])
 async def test_a_demonstration_tells_what_the_shell_prints_and_is_solved(kind, provider):
-    for task in [*of_kind(kind, 1), *(() if kind in UNSEEN else of_kind(kind, 1, "large"))]:
+    for task in [*of_kind(kind, 2), *(() if kind in UNSEEN else of_kind(kind, 1, "large"))]:
         job = job_of(task.data)
         told, rewards = await played(provider, task, [step.command for step in job.steps])
         assert told == [step.told for step in job.steps]
@@ -187,6 +187,6 @@ def test_it_keeps_the_contract_of_environments():
         return [*(call("terminal", command=step.command) for step in job_of(task.data).steps), DONE]
 
     check_environment(
-        ENV, gold, lambda task: [DONE], tools=["terminal"], tasks=3, sessions=6, workspace="bwrap",
+        ENV, gold, lambda task: [DONE], tools=["terminal"], tasks=9, sessions=18, workspace="bwrap",
         limits={"max_turns": 8, "max_tool_calls": 8},
     )  # fmt: skip

@@ -89,8 +89,9 @@ async def test_the_simulated_user_is_not_trained(python):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("judging", ["agentic-judge", "shared-agentic-judge"])
-async def test_the_judge_that_works_in_a_container_is_not_trained(python, judging, monkeypatch):
+@pytest.mark.parametrize(("judging", "seen"), [("agentic-judge", 0.0), ("shared-agentic-judge", 1.0)])
+async def test_the_judge_that_works_in_a_container_is_not_trained(python, judging, seen, monkeypatch):
+    """It finds the solver's file where it works in the solver's container, and only there."""
     with podman_service(image=False) as podman:
         podman.run("import", "-", PYTHON_IMAGE, data=python_root())
         for name, value in podman.own_env.items():
@@ -101,20 +102,20 @@ async def test_the_judge_that_works_in_a_container_is_not_trained(python, judgin
         async with stage_of(args) as (env, stage):
             task = env.tasks("train")[0]
             answer = f"It is {task.data['answer']}."
-            check = f"grep -c '{answer}' /tmp/trace.json && ls /app/notes"
-            verdict = {"name": "solved", "reason": "I read its trace.", "verdict": "yes"}
-            wrote = f"printf '%s' '{json.dumps({'verdicts': [verdict]})}' > /tmp/verdict.json"
+            look = f"grep -q '{answer}' /tmp/trace.json && [ -e /app/notes ] && echo yes > /tmp/v || echo no > /tmp/v"
+            verdict = json.dumps({"verdicts": [{"name": "solved", "reason": "I looked.", "verdict": "%s"}]})
+            write = f"printf '{verdict}' $(cat /tmp/v) > /tmp/verdict.json"
             said = [
                 call("bash", command="echo 1 > /app/notes"), answer,
-                call("bash", command=check), call("bash", command=wrote), "Done.",
+                call("bash", command=look), call("bash", command=write), "Done.",
             ]  # fmt: skip
             played = await stage.play(task, lambda _: said)
             unwritten = await stage.play(task, lambda _: [answer, "I am content."])
         assert podman.containers() == []
     assert played.failure is None, played.failure
     assert [(turn.role, turn.trained) for turn in played.turns] == [("solver", True)] * 2 + [("judge", False)] * 3
-    assert played.rewards == {"right": 1.0, "short": 0.25, "judge": 1.0}
-    assert played.seats == {"solver": 2.25}
+    assert played.rewards == {"right": 1.0, "short": 0.25, "judge": seen}
+    assert played.seats == {"solver": 1.25 + seen}
     assert unwritten.failure is not None
     assert "wrote no verdict" in unwritten.failure.message
 

@@ -211,9 +211,9 @@ class _Seat:
 
 
 def _why(episode: Any) -> str:
-    """The first error of an episode that is not valid: that of a run, which the episode's own follows from."""
-    errors = [*(error for trace in episode.traces for error in trace.errors), *episode.errors]
-    return f"{errors[0].type}: {errors[0].message}" if errors else "the episode is not valid, and says no error"
+    """Say the first error of the runs in an episode that is not valid, and its own, which often follows from that."""
+    errors = [*[error for trace in episode.traces for error in trace.errors][:1], *episode.errors[:1]]
+    return "; ".join(f"{e.type}: {e.message}" for e in errors) or "the episode is not valid, and says no error"
 
 
 def _result(episode: Any, seats: bool) -> dict[str, Any]:

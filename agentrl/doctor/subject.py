@@ -85,7 +85,7 @@ class Subject:
             from agentrl.training.preflight import placement_of
 
             if (trainer := self.recipe.cluster.trainer) is not None:
-                raise UserError(f"cluster.trainer: doctor tries our own trainers, not {trainer}; leave it out")
+                raise UserError(f"cluster.trainer: doctor tries our own trainers, not {trainer.name}; leave it out")
             recipe = self._alone(self.recipe).changed(rollout={"temperature": 1.0})  # that of log-probs
             logs = self.folder / "run" / "logs"
             self._roles = RayRoles(recipe, recipe, logs, print, print, placement_of(recipe))

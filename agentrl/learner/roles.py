@@ -23,7 +23,7 @@ from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.reference import Reference
 from agentrl.learner.teacher import Teacher, TeacherRole, compared_whole, local_teachers
 from agentrl.models import lora
-from agentrl.plugins.registry import load
+from agentrl.plugins.registry import load, with_arguments
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.source import WeightSource
 
@@ -172,14 +172,16 @@ def make_trainer(
     begins: the recipe with the model that the policy starts from. logs: a folder for the output of its processes. say:
     prints a line for people. phase: says what is being waited for.
 
-    Raises UserError: it is not installed, it failed, or what it gave is no `RoleHost`.
+    Raises UserError: it is not installed, it failed, it does not take its arguments, or what it gave is no `RoleHost`.
     """
-    name = str(recipe.cluster.trainer)
-    make, what = load("trainers", name), f"cluster.trainer {name!r}"
+    section = recipe.cluster.trainer
+    assert section is not None
+    make, what = load("trainers", section.name), f"cluster.trainer {section.name!r}"
     if not callable(make):
         kind = type(make).__name__
         raise UserError(f"{what} is of type {kind}; expected a class, or a function that makes a RoleHost")
-    host: RoleHost = call_plugin(what, make, recipe, begins, logs, say, phase)
+    made = with_arguments(make, 5, section.args, "cluster.trainer.args")
+    host: RoleHost = call_plugin(what, made, recipe, begins, logs, say, phase)
     wanted = {member for kind in (Roles, RoleHost) for member in vars(kind) if not member.startswith("_")}
     if absent := sorted(member for member in wanted if not _offers(host, member)):
         raise UserError(f"{what} made {type(host).__name__}, which lacks {', '.join(absent)} of a RoleHost")

@@ -44,8 +44,9 @@ def check_trainer(
     """Raise AssertionError, one line, for the first promise that a trainer does not keep.
 
     trainer: as `cluster.trainer` names it, an entry point of `agentrl.trainers` or module:attribute. model: the path
-    of a small model, loaded in float32. cluster: other keys of `cluster`, such as `workers`. updates: how many are
-    compared with ours. tolerance: in nats, between its log-probs and ours.
+    of a small model, loaded in float32. cluster: other keys of `cluster`, such as `workers` or
+    `trainer.args.tensor_parallel`. updates: how many are compared with ours. tolerance: in nats, between its log-probs
+    and ours.
 
     Checked: every member of `RoleHost` is there; log-probs are float32 [T], 0 where nothing was sampled, those of the
     model and in the order of the batch; the weights it gives out are whole, by the names of the Hugging Face model, and
@@ -69,7 +70,7 @@ def _check(name: str, path: str, cluster: Mapping[str, Any], updates: int, toler
     from agentrl.models.load import load_model
     from agentrl.recipe.load import load_recipe
 
-    keys = {f"cluster.{key}": value for key, value in cluster.items()} | {"cluster.trainer": name}
+    keys = {f"cluster.{key}": value for key, value in cluster.items()} | {"cluster.trainer.name": name}
     keys |= {"model.path": path, "model.device": "cpu", "model.dtype": "float32"}
     recipe = load_recipe(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
     ours_recipe = recipe.model_copy(update={"cluster": type(recipe.cluster)()})

@@ -285,7 +285,7 @@ def _lacking_shares(recipe: Recipe) -> list[str]:
 def _lacking_cluster(recipe: Recipe) -> list[str]:
     cluster = recipe.cluster
     if (trainer := cluster.trainer) is not None:
-        return _error_line(lambda: load("trainers", trainer))
+        return _error_line(lambda: load("trainers", trainer.name))
     if (address := cluster.address) is not None:
         return _error_line(lambda: reach(address))
     if cluster.nodes > 1:

@@ -5,7 +5,17 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from agentrl.jsonable import Json
-from agentrl.recipe.sections.section import Count, Positive, Seconds, Section, Unit, Workers, listed
+from agentrl.recipe.sections.section import (
+    Count,
+    FunctionSection,
+    Positive,
+    Seconds,
+    Section,
+    Unit,
+    Workers,
+    listed,
+    named,
+)
 
 
 class PoolSection(Section):
@@ -52,9 +62,9 @@ class ClusterSection(Section):
     """Workers that share each layer's matrices: attention heads and hidden units are divided among neighbours."""
     expert_parallel: Workers = 1
     """Workers that divide the experts of each layer among them; tokens are sent to the workers of their experts."""
-    trainer: str | None = None
-    """A trainer of another make, by its name (`agentrl.trainers`) or as module:attribute; null: ours. What it does with
-    workers, nodes and gpus is its own matter."""
+    trainer: Annotated[FunctionSection | None, BeforeValidator(named)] = None
+    """A trainer of another make, by its name (`agentrl.trainers`) or as module:attribute, with arguments of its own;
+    null: ours. What it does with workers, nodes and gpus is its own matter."""
 
     @model_validator(mode="after")
     def _workers(self) -> "ClusterSection":
@@ -80,7 +90,9 @@ class ClusterSection(Section):
                 "expert_parallel": self.expert_parallel > 1,
             }  # fmt: skip
             if given := [key for key, value in ours.items() if value]:
-                raise ValueError(f"{' and '.join(given)}: of our own workers, which trainer {self.trainer} replaces")
+                raise ValueError(
+                    f"{' and '.join(given)}: of our own workers, which trainer {self.trainer.name} replaces"
+                )
         roles = [role for pool in self.pools for role in pool.roles]
         for role in roles:
             if roles.count(role) > 1:

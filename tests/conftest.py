@@ -56,6 +56,7 @@ def _nothing_is_secret(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 VENV, VLLM_VENV = "AGENTRL_SGLANG_VENV", "AGENTRL_VLLM_VENV"
 ENVIRONMENTS_VENV = "AGENTRL_ENVIRONMENTS_VENV"
 VERIFIERS_VENV = "AGENTRL_VERIFIERS_VENV"
+TORCHTITAN_VENV = "AGENTRL_TORCHTITAN_VENV"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -179,6 +180,15 @@ def verifiers_venv() -> str:
     """The virtual environment of verifiers, complete; skips where none is named."""
     if not (venv := os.environ.get(VERIFIERS_VENV)):
         pytest.skip(f"make it with scripts/verifiers/install VENV and set {VERIFIERS_VENV}=VENV")
+    wait_for_install(Path(venv))
+    return venv
+
+
+@pytest.fixture(scope="session")
+def torchtitan_venv() -> str:
+    """The virtual environment of torchtitan, complete; skips where none is named."""
+    if not (venv := os.environ.get(TORCHTITAN_VENV)):
+        pytest.skip(f"make it with scripts/torchtitan/install VENV and set {TORCHTITAN_VENV}=VENV")
     wait_for_install(Path(venv))
     return venv
 

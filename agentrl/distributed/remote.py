@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import sleep
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import NamedTensor, WeightSource
+
+if TYPE_CHECKING:
+    from agentrl.distributed.worker import TrainWorker
 
 Floats = npt.NDArray[np.float32]
 POLL_SECONDS = 0.1
@@ -285,14 +289,18 @@ class RayRoles:
     def _reserve(self, workers: int, nodes: int, home: Home | None) -> ResourcePool:
         return self._stack.enter_context(ResourcePool(workers, nodes, gpu=self._recipe.cluster.gpus > 0, home=home))
 
-    def _start(self, pool: ResourcePool, roles: list[str], phase: Callable[[str], None]) -> None:
+    def _worker(self) -> "type[TrainWorker]":
+        """The class of the workers, imported where they are started: it brings torch with it."""
         from agentrl.distributed.worker import TrainWorker
 
+        return TrainWorker
+
+    def _start(self, pool: ResourcePool, roles: list[str], phase: Callable[[str], None]) -> None:
         recipe, actor = self._recipe, "actor" in roles
         phase(f"starting {pool.workers} workers ({', '.join(roles)})")
         group = WorkerGroup(
             pool,
-            TrainWorker,
+            self._worker(),
             self._begins.model_dump(mode="json"),
             recipe.model.model_dump(mode="json"),
             roles,

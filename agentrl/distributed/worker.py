@@ -17,6 +17,7 @@ from agentrl.compute.classifier import RewardModel
 from agentrl.compute.flops import ROLES, Cost, costs, peak_of
 from agentrl.compute.micro_batches import TorchProcessGroup
 from agentrl.distributed.fsdp.build import (
+    Sharded,
     build_critic,
     build_policy,
     build_reference,
@@ -82,7 +83,7 @@ class TrainWorker(InstrumentedWorker):
         self._save: Pending | None = None
         self._weights: Iterator[list[NamedTensor]] = iter(())
         if "actor" in roles:
-            made = build_policy(self.recipe, context)
+            made = self.policy(context)
             self.actor = Actor(made.model, self.recipe, made.forward, ranks, made.description)
             self._publisher = Publisher(made.model, self.rank, self.heartbeat)
             self.teachers = local_teachers(original, lambda section: self._teacher(section, original, context, ranks))
@@ -99,6 +100,10 @@ class TrainWorker(InstrumentedWorker):
         if "reward_model" in roles:
             scored = build_reward_model(original, context)
             self.reward_model = RewardModel(original, scored.forward, ranks, scored.description)
+
+    def policy(self, context: ParallelContext) -> Sharded:
+        """Build the model that the actor trains. A trainer of another make has its own here (`cluster.trainer`)."""
+        return build_policy(self.recipe, context)
 
     def _fetch(self, path: str) -> None:
         """Fetch what this machine lacks of a hub's model. The ranks of a machine wait for each other in it, and give

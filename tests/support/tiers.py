@@ -16,6 +16,7 @@ still be installed, and then the quick ones, so that the processes that share th
 FIXTURES = {
     "environments_venv": "environments",
     "verifiers_venv": "environments",
+    "torchtitan_venv": "environments",
     "sglang_venv": "sglang",
     "vllm_venv": "vllm",
     "bubblewrap": "sandbox",

@@ -75,7 +75,7 @@ def build_critic(recipe: Recipe, context: ParallelContext) -> Sharded:
     section = critic_model(recipe)
 
     def load() -> Source:
-        source = _open(section, recipe.train.seed, headless=True)
+        source = open_causal(section, recipe.train.seed, headless=True)
         return replace(source, model=ValueModel(source.model))
 
     def candidates(model: ValueModel) -> Candidates:
@@ -118,7 +118,7 @@ def _causal(recipe: Recipe, context: ParallelContext, section: ModelSection, tra
         found = _candidates(model, fast, slow, (probe_of(model), 1.0))
         return replace(found, other=(probe_of(model, other=True), 1.0))
 
-    role = Role(lambda: _skeleton(section), lambda: _open(section, recipe.train.seed), candidates)
+    role = Role(lambda: _skeleton(section), lambda: open_causal(section, recipe.train.seed), candidates)
     built = build(role, recipe, context, trained)
     built.model.generation_config = built.known
     return _sharded(recipe, context, built)
@@ -131,7 +131,8 @@ def _skeleton(section: ModelSection) -> Any:
     return model
 
 
-def _open(section: ModelSection, seed: int, headless: bool = False) -> Source:
+def open_causal(section: ModelSection, seed: int, headless: bool = False) -> Source:
+    """Open the weights of a causal model, to be read one by one. seed, headless: see `load_model`. Raises UserError."""
     whole = section.model_copy(update={"device": "cpu"})
     return open_source(
         partial(stream_model, section, seed, headless=headless), lambda: load_model(whole, seed, headless=headless)[0]

@@ -53,10 +53,10 @@ class Built:
 
 def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = True) -> Built:
     """Build, shard and fill the model. trained: False freezes it. Raises UserError on all ranks if rank 0 fails to."""
-    source, manifest = _read(role, context)
+    source, manifest = read_source(role.load, context)
     with torch.device("meta"):
         model = role.skeleton()
-    _match(model, manifest, context)
+    match(model, manifest, context)
     transformer = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     experts = divide_layers(transformer, context.layers) if context.layers is not None else []
     if not trained:
@@ -78,24 +78,27 @@ def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = 
 
 
 @dataclass(frozen=True, slots=True)
-class _Manifest:
+class Manifest:
     """What rank 0 sends to the others before the weights."""
 
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]]
     """Shape and dtype of each parameter, by name."""
     known: object
+    """See `Source.known`."""
     note: str
+    """See `Source.note`."""
 
 
-def _read(role: Role, context: ParallelContext) -> tuple[Source | None, _Manifest]:
-    """Open the source on rank 0 (None on the others), and share its manifest."""
+def read_source(load: Callable[[], Source], context: ParallelContext) -> tuple[Source | None, Manifest]:
+    """Open the source on rank 0 (None on the others), and share its manifest. Raises UserError on all ranks if `load`
+    does."""
     source: Source | None = None
-    found: _Manifest | UserError | None = None
+    found: Manifest | UserError | None = None
     if context.rank == 0:
         try:
-            source = role.load()
+            source = load()
             kinds = {name: (tuple(p.shape), p.dtype) for name, p in source.model.named_parameters()}
-            found = _Manifest(kinds, source.known, source.note)
+            found = Manifest(kinds, source.known, source.note)
         except UserError as error:
             found = error
     found = share(found, context)
@@ -105,7 +108,7 @@ def _read(role: Role, context: ParallelContext) -> tuple[Source | None, _Manifes
     return source, found
 
 
-def _match(model: nn.Module, manifest: _Manifest, context: ParallelContext) -> None:
+def match(model: nn.Module, manifest: Manifest, context: ParallelContext) -> None:
     """Give the parameters the dtypes that rank 0 found: some layers may be kept in another precision.
 
     Raises RuntimeError if this rank's skeleton is of another model."""

@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 COPY_BELOW = 200_000_000
 """Number of parameters below which a model is decoded from a fused copy of its weights, which takes 1 ms per million
-parameters for every update. In larger models, matrix products are large enough that a copy is not worth its memory."""
+parameters for every update."""
 
 PACKED_SHARE = 8
-"""A bfloat16 model is decoded from a copy laid out for this CPU if that takes at most this part of its memory."""
+"""A larger model, and any in bfloat16, is decoded from a copy laid out for this CPU, where that gains (`packs`) and the
+copy takes at most this part of the machine's memory; else from the weights themselves."""
 
 SCORES_AT_ONCE = 1 << 22
 """Maximum number of attention scores of chunks held at once; a single chunk with more uses torch's fused attention."""
@@ -40,10 +41,17 @@ class BlockRunner(CachedRunner):
         self.device = model.model.embed_tokens.weight.device
         dtype = model.model.embed_tokens.weight.dtype
         self.token_bytes = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * dtype.itemsize
-        self.packs = packs(model.lm_head.weight) and PACKED_SHARE * _packed_bytes(model) <= machine_bytes()
-        self.copies = not self.packs and sum(p.numel() for p in model.parameters()) < COPY_BELOW
+        self.share(1)
         self._weights: block.Weights | None = None
         self._fused: Fused | None = None
+
+    def share(self, processes: int) -> None:
+        """Choose the form of the weights that a step reads, of which each process has its own."""
+        head = self.model.lm_head.weight
+        small = sum(p.numel() for p in self.model.parameters()) < COPY_BELOW
+        room = processes * PACKED_SHARE * _packed_bytes(self.model) <= machine_bytes()
+        self.packs = room and packs(head) and not (small and head.dtype == torch.float32)
+        self.copies = small and not self.packs
 
     def clear(self) -> None:
         super().clear()

@@ -92,6 +92,9 @@ class CachedRunner:
         with torch.inference_mode():
             self.cache.copy(source, target, columns)
 
+    def share(self, processes: int) -> None:
+        """Do nothing: slots take what the engine gives each process."""
+
     def clear(self) -> None:
         self.cache.clear()
 

@@ -125,6 +125,7 @@ class LocalEngine(Engine):
         self._apart: SamplingProcesses | None = None
         if count > 1:
             self._shared = SharedWeights(model)
+            self.runner.share(count)
             self.runner.refresh()
             try:
                 self._apart = SamplingProcesses(count, self.scheduler, self._grammars)

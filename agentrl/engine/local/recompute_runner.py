@@ -49,6 +49,9 @@ class RecomputeRunner:
     def copy(self, source: list[int], target: list[int], columns: int) -> None:
         self.ids[target, :columns] = self.ids[source, :columns]
 
+    def share(self, processes: int) -> None:
+        """Do nothing: the ids take little memory."""
+
     def clear(self) -> None:
         """Do nothing: the ids take little memory."""
 

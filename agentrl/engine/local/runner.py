@@ -72,5 +72,8 @@ class Runner(Protocol):
         """What the routers of a mixture chose for the first `tokens` tokens of the slot, int16
         [tokens, layers, experts a token]; None: that was not recorded."""
 
+    def share(self, processes: int) -> None:
+        """Count with so many processes on this machine, each of which has a copy of this runner."""
+
     def refresh(self) -> None:
         """Drop everything derived from the weights, which have changed."""

@@ -190,20 +190,21 @@ async def test_bfloat16_is_close_to_the_module(name: str, share: int, monkeypatc
     assert (torch.tensor(g.logprobs) - wanted).abs().mean() < 0.1
 
 
-def test_packed_products_are_those_of_the_weights() -> None:
-    """As exact as plain ones in bfloat16, for any number of rows; a CPU without bfloat16 packs nothing."""
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_packed_products_are_those_of_the_weights(kind: torch.dtype) -> None:
+    """As exact as plain ones, for any number of rows; a CPU without bfloat16 packs nothing in it."""
     torch.manual_seed(0)
     x, residual = torch.randn(300, 48), torch.randn(300, 64)
     weights, biases = [torch.randn(64, 48) for _ in range(2)], [torch.randn(64) for _ in range(2)]
-    half = [w.bfloat16() for w in weights]
-    if not packs(half[0]):
+    half = [w.to(kind) for w in weights]
+    if kind == torch.bfloat16 and not packs(half[0]):
         assert not BlockRunner(MODELS["qwen3"][0]().bfloat16()).packs
         return
-    for given, kept in ((biases, [b.bfloat16() for b in biases]), ([None, None], [None, None])):
-        exact, gate = Dense([w.bfloat16().float() for w in weights], given), PackedGate(half, kept)
+    for given, kept in ((biases, [b.to(kind) for b in biases]), ([None, None], [None, None])):
+        exact, gate = Dense([w.to(kind).float() for w in weights], given), PackedGate(half, kept)
         one = Dense([half[0].float()], given[:1])
         for rows in (1, 7, 300):
-            xs, rs = x[:rows].bfloat16(), residual[:rows].bfloat16()
+            xs, rs = x[:rows].to(kind), residual[:rows].to(kind)
             joined, alone = PackedDense(half, kept), PackedDense(half[:1], kept[:1])
             for found, wanted in (
                 (joined(xs), exact(xs.float())),
@@ -211,7 +212,24 @@ def test_packed_products_are_those_of_the_weights() -> None:
                 (alone.plus(rs, xs), one.plus(rs.float(), xs.float())),
                 (gate.gated(xs, block.swiglu), exact.gated(xs.float(), block.swiglu)),
             ):
-                assert (found.float() - wanted).abs().max() <= 0.01 * wanted.abs().max()
+                most = 0.01 if kind == torch.bfloat16 else 1e-5
+                assert (found.float() - wanted).abs().max() <= most * wanted.abs().max()
+
+
+@pytest.mark.parametrize(("vendor", "chosen"), [("AuthenticAMD", True), ("GenuineIntel", False)])
+async def test_large_models_are_packed_where_that_gains(
+    vendor: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one in float32 never is; nor is a large one of which all processes' copies do not fit."""
+    monkeypatch.setattr("agentrl.models.dense._cpu_name", lambda: f"vendor_id\t: {vendor}\n")
+    assert not BlockRunner(MODELS["qwen3"][0]()).packs
+    monkeypatch.setattr("agentrl.engine.local.block_runner.COPY_BELOW", 0)
+    model = MODELS["qwen3"][0]()
+    large = BlockRunner(model)
+    assert large.packs == chosen
+    large.share(1 << 40)
+    assert not large.packs
+    await crowd(model, True, max_batch=16)
 
 
 async def test_a_prompt_longer_than_one_feed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,10 @@ from transformers import Qwen3Config
 from warm import Python
 
 from agentrl.algo.loss import entropy
+from agentrl.compute.batch import Batch
 from agentrl.compute.forward import SequenceForward, probe_of
 from agentrl.compute.micro_batches import EMPTY
-from agentrl.compute.packing import indices
+from agentrl.compute.packing import indices, micro_batches
 from agentrl.errors import UserError
 from agentrl.learner.roles import make_trainer
 from agentrl.training.preflight import lacking
@@ -119,6 +120,18 @@ def test_every_path_of_a_micro_batch_is_a_sequence_of_its_own(titan: Any, packs:
     empty = titan.rows_of(EMPTY, multiple, packs)
     assert tuple(empty.ids.shape) == (1, multiple)
     assert len(empty.index) == 0
+
+
+def test_a_micro_batch_has_as_many_tokens_as_are_computed(titan: Any) -> None:
+    rows = [np.arange(1, 101)] * 4
+    batch = Batch(
+        np.arange(0, 500, 100),
+        {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.tile(np.arange(100) >= 90, 4).astype(np.uint8)},
+        {"prompt_length": np.full(4, 90, np.int32), "group": np.zeros(4, np.int64)},
+    )
+    shared, alone = (list(micro_batches(each, 200)) for each in (batch, titan.apart(batch)))
+    assert len(shared) == 1
+    assert [titan.rows_of(packed, 1, True).ids.numel() for packed in alone] == [200, 200]
 
 
 def test_the_masks_of_a_packed_row_keep_sequences_apart(titan: Any) -> None:

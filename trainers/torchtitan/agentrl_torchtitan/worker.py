@@ -18,14 +18,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from agentrl.algo.loss import entropy
+from agentrl.compute.batch import Batch
 from agentrl.compute.kernels import Further
 from agentrl.compute.packing import Packed, indices
 from agentrl.distributed.fsdp.build import Sharded, open_causal
 from agentrl.distributed.fsdp.mesh import ParallelContext
 from agentrl.distributed.fsdp.role import match, read_source
 from agentrl.distributed.fsdp.scatter import fill
-from agentrl.distributed.worker import TrainWorker
+from agentrl.distributed.worker import Floats, TrainWorker
 from agentrl.errors import UserError
+from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.models.load import load_skeleton
 from agentrl.recipe.schema import Recipe
 from agentrl_torchtitan import TitanArgs
@@ -45,6 +47,27 @@ class TitanWorker(TrainWorker):
     def policy(self, context: ParallelContext) -> Sharded:
         """Build torchtitan's model over the ranks. Raises UserError: `model.path` is not a dense Qwen3."""
         return build(self.recipe, context, self.args)
+
+    def logprobs(self, batch: Batch) -> Floats:
+        """The actor's log-probs of the rank's part of a batch."""
+        found: Floats = super().logprobs(apart(batch))
+        return found
+
+    def entropies(self, batch: Batch) -> Floats:
+        """The entropies of the rank's part of a batch."""
+        found: Floats = super().entropies(apart(batch))
+        return found
+
+    def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
+        """Make an update of the actor with the rank's part of a batch."""
+        found: MicroBatchMetrics = super().update(apart(batch), rate)
+        return found
+
+
+def apart(batch: Batch) -> Batch:
+    """The batch with a group for each sample: so a micro-batch counts what samples share for each, as it is
+    computed."""
+    return batch.with_samples(group=np.arange(len(batch)))
 
 
 def build(recipe: Recipe, context: ParallelContext, args: TitanArgs) -> Sharded:

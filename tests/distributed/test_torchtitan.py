@@ -205,7 +205,7 @@ check_trainer({name!r}, model=sys.argv[1], cluster=json.loads(sys.argv[2]))
     "args",
     [
         '{"workers": 2, "trainer.args.tensor_parallel": 2}',
-        pytest.param('{"workers": 2}', marks=pytest.mark.long),
+        '{"workers": 2}',
         pytest.param('{"workers": 2, "trainer.args.replicate": 2}', marks=pytest.mark.long),
     ],
 )

@@ -166,31 +166,30 @@ def chromium() -> str:
     return path
 
 
+def _venv(variable: str, script: str) -> str:
+    """The virtual environment that a variable names, complete; skips where it names none."""
+    if not (venv := os.environ.get(variable)):
+        pytest.skip(f"make it with {script} VENV and set {variable}=VENV")
+    wait_for_install(Path(venv))
+    return venv
+
+
 @pytest.fixture(scope="session")
 def environments_venv() -> str:
     """The virtual environment of other people's environments, complete; skips where none is named."""
-    if not (venv := os.environ.get(ENVIRONMENTS_VENV)):
-        pytest.skip(f"make it with scripts/environments/install VENV and set {ENVIRONMENTS_VENV}=VENV")
-    wait_for_install(Path(venv))
-    return venv
+    return _venv(ENVIRONMENTS_VENV, "scripts/environments/install")
 
 
 @pytest.fixture(scope="session")
 def verifiers_venv() -> str:
     """The virtual environment of verifiers, complete; skips where none is named."""
-    if not (venv := os.environ.get(VERIFIERS_VENV)):
-        pytest.skip(f"make it with scripts/verifiers/install VENV and set {VERIFIERS_VENV}=VENV")
-    wait_for_install(Path(venv))
-    return venv
+    return _venv(VERIFIERS_VENV, "scripts/verifiers/install")
 
 
 @pytest.fixture(scope="session")
 def torchtitan_venv() -> str:
     """The virtual environment of torchtitan, complete; skips where none is named."""
-    if not (venv := os.environ.get(TORCHTITAN_VENV)):
-        pytest.skip(f"make it with scripts/torchtitan/install VENV and set {TORCHTITAN_VENV}=VENV")
-    wait_for_install(Path(venv))
-    return venv
+    return _venv(TORCHTITAN_VENV, "scripts/torchtitan/install")
 
 
 @pytest.fixture(scope="session")

@@ -289,7 +289,7 @@ class RayRoles:
     def _reserve(self, workers: int, nodes: int, home: Home | None) -> ResourcePool:
         return self._stack.enter_context(ResourcePool(workers, nodes, gpu=self._recipe.cluster.gpus > 0, home=home))
 
-    def _worker(self) -> "type[TrainWorker]":
+    def worker_class(self) -> "type[TrainWorker]":
         """The class of the workers, imported where they are started: it brings torch with it."""
         from agentrl.distributed.worker import TrainWorker
 
@@ -300,7 +300,7 @@ class RayRoles:
         phase(f"starting {pool.workers} workers ({', '.join(roles)})")
         group = WorkerGroup(
             pool,
-            self._worker(),
+            self.worker_class(),
             self._begins.model_dump(mode="json"),
             recipe.model.model_dump(mode="json"),
             roles,

@@ -13,7 +13,7 @@ from learner_help import save_tokenizer
 from paths import ROOT
 from tiny_models import SIZES, qwen3
 from train_help import small
-from transformers import Qwen3Config
+from transformers import GPT2Config, LlamaConfig, Qwen3Config
 from warm import Python
 
 from agentrl.algo.loss import entropy
@@ -56,7 +56,7 @@ def whole(titan: Any, model: Any, attention: str) -> Any:
     made = config.build()
     made.init_states()
     kept = {name: p.detach().clone() for name, p in model.named_parameters()}
-    titan.adopt(model, made, titan.names(config))
+    titan.adopt(model, made, titan.parameter_names(config))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(kept[name])
@@ -129,7 +129,7 @@ def test_a_micro_batch_has_as_many_tokens_as_are_computed(titan: Any) -> None:
         {"ids": np.concatenate(rows).astype(np.int32), "loss_mask": np.tile(np.arange(100) >= 90, 4).astype(np.uint8)},
         {"prompt_length": np.full(4, 90, np.int32), "group": np.zeros(4, np.int64)},
     )
-    shared, alone = (list(micro_batches(each, 200)) for each in (batch, titan.apart(batch)))
+    shared, alone = (list(micro_batches(each, 200)) for each in (batch, titan.ungrouped(batch)))
     assert len(shared) == 1
     assert [titan.rows_of(packed, 1, True).ids.numel() for packed in alone] == [200, 200]
 
@@ -158,11 +158,17 @@ def test_models_that_it_does_not_make_are_refused(titan: Any, changes: dict[str,
         titan.titan_config(Qwen3Config(**SIZES | changes), "sdpa")
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, GPT2Config])
+def test_models_of_other_kinds_are_refused(titan: Any, kind: Any) -> None:
+    with pytest.raises(UserError, match=f"it is a '{kind.model_type}'"):
+        titan.titan_config(kind(), "sdpa")
+
+
 def test_a_model_with_other_parameters_is_not_taken_for_its_own(titan: Any) -> None:
     config = titan.titan_config(qwen3(**HEADS).config, "sdpa")
     for other, line in ((qwen3(**HEADS | {"head_dim": 8}), "which is"), (qwen3(**HEADS, num_hidden_layers=1), "lacks")):
         with pytest.raises(RuntimeError, match=line):
-            titan.adopt(other, config.build(), titan.names(config))
+            titan.adopt(other, config.build(), titan.parameter_names(config))
 
 
 @pytest.mark.parametrize(

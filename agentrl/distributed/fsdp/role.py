@@ -56,7 +56,7 @@ def build(role: Role, recipe: Recipe, context: ParallelContext, trained: bool = 
     source, manifest = read_source(role.load, context)
     with torch.device("meta"):
         model = role.skeleton()
-    match(model, manifest, context)
+    match_types(model, manifest, context)
     transformer = next(module for module in model.modules() if isinstance(module, PreTrainedModel))
     experts = divide_layers(transformer, context.layers) if context.layers is not None else []
     if not trained:
@@ -108,7 +108,7 @@ def read_source(load: Callable[[], Source], context: ParallelContext) -> tuple[S
     return source, found
 
 
-def match(model: nn.Module, manifest: Manifest, context: ParallelContext) -> None:
+def match_types(model: nn.Module, manifest: Manifest, context: ParallelContext) -> None:
     """Give the parameters the dtypes that rank 0 found: some layers may be kept in another precision.
 
     Raises RuntimeError if this rank's skeleton is of another model."""

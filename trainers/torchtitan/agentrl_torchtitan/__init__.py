@@ -47,7 +47,8 @@ class TitanRoles(RayRoles):
         self._args = args
         super().__init__(divided(recipe, args), divided(begins, args), logs, say, phase)
 
-    def _worker(self) -> "type[TrainWorker]":
+    def worker_class(self) -> "type[TrainWorker]":
+        """The class of the workers, with these arguments."""
         from agentrl_torchtitan.worker import TitanWorker
 
         return type("TitanWorker", (TitanWorker,), {"args": self._args})

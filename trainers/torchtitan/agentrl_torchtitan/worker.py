@@ -23,7 +23,7 @@ from agentrl.compute.kernels import Further
 from agentrl.compute.packing import Packed, indices
 from agentrl.distributed.fsdp.build import Sharded, open_causal
 from agentrl.distributed.fsdp.mesh import ParallelContext
-from agentrl.distributed.fsdp.role import match, read_source
+from agentrl.distributed.fsdp.role import match_types, read_source
 from agentrl.distributed.fsdp.scatter import fill
 from agentrl.distributed.worker import Floats, TrainWorker
 from agentrl.errors import UserError
@@ -35,6 +35,8 @@ from agentrl_torchtitan import TitanArgs
 KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 """The one module that torchtitan's Qwen3 needs triton for: it sends tokens to experts, of which a dense model has
 none."""
+WRAPPERS = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.")
+"""What compilation and checkpointing add to the names of parameters."""
 BLOCK = 128
 """Tokens that the rows of packed sequences are a multiple of: those of a block of flex attention's mask."""
 
@@ -50,23 +52,22 @@ class TitanWorker(TrainWorker):
 
     def logprobs(self, batch: Batch) -> Floats:
         """The actor's log-probs of the rank's part of a batch."""
-        found: Floats = super().logprobs(apart(batch))
+        found: Floats = super().logprobs(ungrouped(batch))
         return found
 
     def entropies(self, batch: Batch) -> Floats:
         """The entropies of the rank's part of a batch."""
-        found: Floats = super().entropies(apart(batch))
+        found: Floats = super().entropies(ungrouped(batch))
         return found
 
     def update(self, batch: Batch, rate: float) -> MicroBatchMetrics:
         """Make an update of the actor with the rank's part of a batch."""
-        found: MicroBatchMetrics = super().update(apart(batch), rate)
+        found: MicroBatchMetrics = super().update(ungrouped(batch), rate)
         return found
 
 
-def apart(batch: Batch) -> Batch:
-    """The batch with a group for each sample: so a micro-batch counts what samples share for each, as it is
-    computed."""
+def ungrouped(batch: Batch) -> Batch:
+    """Give each sample a group of its own: so a micro-batch counts what samples share for each, as it is computed."""
     return batch.with_samples(group=np.arange(len(batch)))
 
 
@@ -82,7 +83,7 @@ def build(recipe: Recipe, context: ParallelContext, args: TitanArgs) -> Sharded:
     section, size = recipe.model, context.size
     source, manifest = read_source(lambda: open_causal(section, recipe.train.seed), context)
     model: Any = load_skeleton(section)[0]
-    match(model, manifest, context)
+    match_types(model, manifest, context)
     attention = args.attention if args.attention != "auto" else "flex" if context.device.type == "cuda" else "sdpa"
     config = titan_config(model.config, attention)
     parallelism = ParallelismConfig(
@@ -112,7 +113,7 @@ def build(recipe: Recipe, context: ParallelContext, args: TitanArgs) -> Sharded:
     for module in titan.modules():
         if isinstance(module, FSDPModule):  # torchtitan adds gradients up over ranks, agentrl wants their mean
             module.set_gradient_divide_factor(float(size // args.tensor_parallel))
-    adopt(model, titan, names(config))
+    adopt(model, titan, parameter_names(config))
     fill(model, source, context)
     model.generation_config = manifest.known
     spread = f"matrices divided by {args.tensor_parallel}, " if args.tensor_parallel > 1 else ""
@@ -122,7 +123,7 @@ def build(recipe: Recipe, context: ParallelContext, args: TitanArgs) -> Sharded:
 
 
 def titan_config(config: Any, attention: str) -> Any:
-    """torchtitan's configuration of the model that transformers' describes. Raises UserError: it makes none like it."""
+    """Make torchtitan's configuration of the model that transformers' describes. Raises UserError: it has none."""
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
@@ -131,10 +132,13 @@ def titan_config(config: Any, attention: str) -> Any:
     from torchtitan.models.qwen3 import Qwen3Model
     from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
+    if config.model_type != "qwen3":  # others lack some of what is read below
+        raise UserError(
+            f"model.path: the trainer torchtitan makes dense Qwen3 models, and it is a {config.model_type!r}"
+        )
     rope = config.rope_parameters or {}
     odd = {
-        f"it is a {config.model_type!r}": config.model_type != "qwen3",
-        "its attention has biases": getattr(config, "attention_bias", False),
+        "its attention has biases": config.attention_bias,
         "some of its layers see a window": set(config.layer_types or ()) - {"full_attention"},
         f"its positions are scaled ({rope.get('rope_type')})": rope.get("rope_type", "default") != "default",
     }
@@ -182,8 +186,8 @@ def titan_config(config: Any, attention: str) -> Any:
     )
 
 
-def names(config: Any) -> dict[str, str]:
-    """torchtitan's name of each parameter of transformers' Qwen3, by its state-dict adapter."""
+def parameter_names(config: Any) -> dict[str, str]:
+    """Map the names of transformers' parameters to torchtitan's, by torchtitan's state-dict adapter."""
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
     patterns = {theirs: ours for theirs, ours in Qwen3StateDictAdapter(config, None).from_hf_map.items() if ours}
@@ -199,24 +203,18 @@ def names(config: Any) -> dict[str, str]:
 def adopt(model: nn.Module, titan: nn.Module, named: dict[str, str]) -> None:
     """Put the parameters of torchtitan's model in the place of those of transformers' modules. Raises RuntimeError:
     the two do not have the same parameters, of the same shapes."""
-    theirs = dict(titan.named_parameters(remove_duplicate=False))
+    theirs = {WRAPPERS.sub("", name): p for name, p in titan.named_parameters(remove_duplicate=False)}
     taken = set()
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        found = _wrapped(theirs, named.get(name, ""))
-        if found is None or theirs[found].shape != parameter.shape:
-            shape = None if found is None else tuple(theirs[found].shape)
+        found = theirs.get(named.get(name, ""))
+        if found is None or found.shape != parameter.shape:
+            shape = None if found is None else tuple(found.shape)
             raise RuntimeError(f"torchtitan's model has {shape} for {name}, which is {tuple(parameter.shape)}")
-        taken.add(found)
+        taken.add(named[name])
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, theirs[found])
+        setattr(model.get_submodule(owner), attribute, found)
     if more := sorted(theirs.keys() - taken):
         raise RuntimeError(f"torchtitan's model has {more[0]}, and {len(more) - 1} more, which transformers' lacks")
-
-
-def _wrapped(parameters: dict[str, nn.Parameter], name: str) -> str | None:
-    """The name with those of the modules that wrap some of it, as compilation and checkpointing do."""
-    plain = {re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", key): key for key in parameters}
-    return plain.get(name)
 
 
 @dataclass(frozen=True, slots=True)

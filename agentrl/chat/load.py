@@ -14,6 +14,7 @@ from agentrl.chat.parse import TurnParser
 from agentrl.chat.probe import THINKING, check_tools, find_ends, find_rewrites, find_unshown
 from agentrl.chat.template import Template
 from agentrl.errors import UserError, nearest
+from agentrl.models import EMBEDDED, embedded_path
 from agentrl.models.image_input import ImageInput
 from agentrl.plugins.types import Json
 
@@ -100,14 +101,21 @@ def _eos_ids(tokenizer: "PreTrainedTokenizerBase", places: Sequence[str]) -> fro
     return frozenset(i for i in [tokenizer.eos_token_id, *ids] if isinstance(i, int))
 
 
-def _read(places: Sequence[str], name: str) -> dict[str, Json]:
-    """Read a JSON file from the first folder, or local copy of the hub's, that has it; {} if none has."""
+def _find(place: str, name: str) -> Path:
+    """A file of a folder, of an embedded model, or of the hub's local copy. Raises OSError."""
+    folder = embedded_path(place) if place in EMBEDDED else Path(place)
+    if folder.is_dir():
+        return folder / name
     from transformers.utils.hub import cached_file
 
+    return Path(str(cached_file(place, name, local_files_only=True)))
+
+
+def _read(places: Sequence[str], name: str) -> dict[str, Json]:
+    """Read a JSON file from the first folder, or local copy of the hub's, that has it; {} if none has."""
     for place in filter(None, places):
         try:
-            path = Path(place, name) if Path(place).is_dir() else cached_file(place, name, local_files_only=True)
-            found = json.loads(Path(str(path)).read_text(encoding="utf-8"))
+            found = json.loads(_find(place, name).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             continue
         if isinstance(found, dict):

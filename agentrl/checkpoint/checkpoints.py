@@ -16,7 +16,7 @@ from pathlib import Path
 from shutil import rmtree
 from typing import TYPE_CHECKING
 
-from agentrl.checkpoint import disk, sharded
+from agentrl.checkpoint import disk
 from agentrl.checkpoint.huggingface import ADAPTER, save_model
 from agentrl.checkpoint.pending import Pending, PendingLike
 from agentrl.checkpoint.roles import TRAINER, check_whole
@@ -113,7 +113,7 @@ class Saved:
         try:
             return loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise self.damaged(sharded.line(error)) from error
+            raise self.damaged(disk.line(error)) from error
 
 
 class Checkpoints:

@@ -92,6 +92,13 @@ def _reported(error: BaseException) -> list[BaseException]:
     return [each[0] for each in failures.values()] if isinstance(failures, dict) else []
 
 
+def line(error: BaseException) -> str:
+    """One line for an error of reading, which may be torch's CheckpointException."""
+    while failures := getattr(error, "failures", None):  # of several ranks: the first
+        error = next(iter(failures.values()))[0]
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def refused(folder: Path, error: BaseException) -> str | None:
     """One line if the file system refused to write `folder`; None: `error` is about something else."""
     reason = _refusal(error)

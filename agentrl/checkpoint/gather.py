@@ -1,24 +1,34 @@
 """`Gatherer`: gathers sharded tensors on rank 0, one at a time; no other rank ever holds a whole one."""
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
 
 Span = tuple[tuple[int, ...], tuple[int, ...]]
 """Sizes and offsets of a rank's part of a tensor, by dimension."""
 
 
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a part of one that ranks share. Nobody has made one where their module, whose import takes a
+    second, was never imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 class Gatherer:
@@ -32,7 +42,7 @@ class Gatherer:
     def __call__(self, tensor: Tensor) -> Tensor:
         """The whole tensor on the CPU on rank 0, an empty one of its shape on the meta device on other ranks.
         All ranks call this for the same tensors in the same order."""
-        if self._group is None or not isinstance(tensor, DTensor):
+        if self._group is None or not is_sharded(tensor):
             found = local(tensor).detach()
             return found.cpu() if self._rank == 0 else found.to("meta")
         if 0 not in tensor.device_mesh.mesh:  # copies of what the first rank's mesh holds
@@ -44,7 +54,7 @@ class Gatherer:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return self._assemble(tensor, owners)
 
-    def _assemble(self, tensor: DTensor, owners: dict[int, Span]) -> Tensor:
+    def _assemble(self, tensor: "DTensor", owners: dict[int, Span]) -> Tensor:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for rank, (size, offset) in owners.items():
             part = local(tensor).detach().cpu()
@@ -56,7 +66,7 @@ class Gatherer:
 
 
 @lru_cache(maxsize=1024)
-def _owners(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh) -> dict[int, Span]:
+def _owners(shape: tuple[int, ...], placements: "tuple[Placement, ...]", mesh: "DeviceMesh") -> dict[int, Span]:
     """Rank -> its part, without ranks whose parts are empty or copies of a lower rank's."""
     positions = {int(mesh.mesh[position]): position for position in product(*map(range, mesh.mesh.shape))}
     found: dict[int, Span] = {}
@@ -69,7 +79,7 @@ def _owners(shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: Dev
     return found
 
 
-def part_of(tensor: DTensor) -> Span:
+def part_of(tensor: "DTensor") -> Span:
     """The part of a sharded tensor that this rank holds."""
     mesh = tensor.device_mesh
     position = mesh.get_coordinate()
@@ -78,7 +88,7 @@ def part_of(tensor: DTensor) -> Span:
 
 
 def span_of(
-    shape: Sequence[int], placements: Sequence[Placement], ranks: Sequence[int], position: Sequence[int]
+    shape: Sequence[int], placements: "Sequence[Placement]", ranks: Sequence[int], position: Sequence[int]
 ) -> Span:
     """The part of a tensor that one rank holds.
 
@@ -89,6 +99,9 @@ def span_of(
 
     Raises NotImplementedError for another placement.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     size, offset = list(shape), [0] * len(shape)
     cuts = list(zip(placements, ranks, position, strict=True))
     later = [cut for cut in cuts if type(cut[0]) is _StridedShard]
@@ -104,8 +117,11 @@ def span_of(
     return tuple(size), tuple(offset)
 
 
-def _divided(placement: Placement, placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
+def _divided(placement: "Placement", placements: "Sequence[Placement]", ranks: Sequence[int]) -> bool:
     """Whether a _StridedShard says no more than that other dimensions of the mesh cut the same dimension before."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
     if type(placement) is not _StridedShard:
         return True
     before = [n for p, n in zip(placements, ranks, strict=True) if type(p) is Shard and p.dim == placement.dim]

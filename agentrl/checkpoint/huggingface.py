@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.utils import logging as progress
 
 from agentrl.checkpoint.gather import Gatherer
 from agentrl.checkpoint.safetensors_writer import Slot, write_file, write_model
 from agentrl.jsonable import dumps
 from agentrl.models import lora
+from agentrl.models.qwen3 import Qwen3
 from agentrl.weights.source import as_saved
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ class HuggingFace:
 
     def begin(self, folder: Path, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
         """Write everything but the weights, on one rank. Raises OSError."""
-        progress.disable_progress_bar()
+        if not isinstance(self._model, Qwen3):
+            from transformers.utils import logging as progress
+
+            progress.disable_progress_bar()
         self._model.save_pretrained(folder, state_dict={})
         for leftover in folder.glob("*.safetensors*"):
             leftover.unlink()

@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from agentrl.checkpoint import disk, sharded
+from agentrl.checkpoint import disk
 from agentrl.checkpoint.huggingface import HuggingFace
 from agentrl.checkpoint.pending import Pending
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from agentrl.checkpoint import sharded  # with torch's distributed tensors: a second that a start can do without
 
 ACTOR = "actor"
 TRAINER = "trainer"
@@ -72,6 +73,10 @@ def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: dist.Proc
             refused = _begin(exported, folder)
 
     def write() -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from agentrl.checkpoint import sharded
+
         try:
             _agree(refused, group)
             for name, tensors in copied.items():
@@ -88,6 +93,8 @@ def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: dist.Proc
 
 def check_whole(folder: Path) -> None:
     """Raises UserError unless everything that the ranks wrote to `folder` is visible to this process."""
+    from agentrl.checkpoint import sharded
+
     roles = [path for path in (folder / TRAINER).glob("*") if path.is_dir()]
     absent = next((path / name for path in roles if (name := sharded.missing(path))), None if roles else folder)
     if absent is not None:
@@ -119,6 +126,8 @@ def load_roles(roles: Mapping[str, RoleState], folder: Path, *, rank: int = 0) -
 
     Raises UserError: a role was not saved, is of another model, or its files are damaged.
     """
+    from agentrl.checkpoint import sharded
+
     for name, role in roles.items():
         path = folder / TRAINER / name
         try:
@@ -132,7 +141,7 @@ def _why(error: BaseException, name: str, path: Path) -> str:
         return "an older version of agentrl wrote it; its model can be trained on (model.path), the run cannot go on"
     if not path.is_dir():
         return f"no {name} was saved there"
-    return f"{name}: {sharded.line(error)}"
+    return f"{name}: {disk.line(error)}"
 
 
 def parameters(model: "PreTrainedModel") -> dict[str, Tensor]:
@@ -181,6 +190,8 @@ def _stand_in(role: RoleState, state: Mapping[str, Tensor]) -> Callable[[Tensor]
 
 
 def _load(role: RoleState, path: Path, rank: int) -> None:
+    from agentrl.checkpoint import sharded
+
     saved = sharded.describe(path)
     live = _tensors(role)
     _compare(live, saved)
@@ -190,7 +201,7 @@ def _load(role: RoleState, path: Path, rank: int) -> None:
     restore_rng(states, rank)
 
 
-def _compare(live: Mapping[str, Tensor], saved: sharded.Described) -> None:
+def _compare(live: Mapping[str, Tensor], saved: "sharded.Described") -> None:
     """Raises ValueError for the first difference."""
     differ = {name for name in saved if not name.startswith(RNG)} ^ live.keys()
     if odd := sorted(differ, key=lambda name: (not name.startswith(WEIGHT), name)):
@@ -210,7 +221,7 @@ def rng_state(rank: int) -> dict[str, Tensor]:
     return found
 
 
-def _empty_rng(saved: sharded.Described, rank: int) -> dict[str, Tensor]:
+def _empty_rng(saved: "sharded.Described", rank: int) -> dict[str, Tensor]:
     """Tensors for the saved states of this rank, or of rank 0 if there was no such rank."""
     source = rank if f"{RNG_CPU}{rank}" in saved else 0
     names = [name for kind in RNG if (name := f"{kind}{source}") in saved]

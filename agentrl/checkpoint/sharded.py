@@ -89,13 +89,6 @@ def read(tensors: Mapping[str, Tensor], folder: Path) -> None:
     load(dict(tensors), storage_reader=Reader(folder), no_dist=True)
 
 
-def line(error: BaseException) -> str:
-    """One line for an error of UNREADABLE."""
-    while failures := getattr(error, "failures", None):  # of several ranks: the first
-        error = next(iter(failures.values()))[0]
-    return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
 class Reader(FileSystemReader):
     """torch's reader, but it unpickles nothing."""
 

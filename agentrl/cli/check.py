@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from agentrl.plugins.toolbox import Toolbox
     from agentrl.plugins.types import Message, Task
     from agentrl.recipe.schema import Recipe
+    from agentrl.recipe.sections.model import ModelSection
 
 FIRST_TASKS = 3  # tasks of each split to show
 
@@ -440,7 +441,7 @@ def _rendered(recipe: "Recipe", messages: "Sequence[Message]", tools: list[dict[
 
     model = recipe.model
     place = resolve(model.path)
-    tokenizer = _tokenizer(place, model.trust_remote_code)
+    tokenizer = _tokenizer(place, model)
     if tokenizer is None:
         text = "\n".join(f"{message['role']}: {_plain(message['content'])}" for message in messages)
         return text, f"(the messages, not rendered: the tokenizer of {model.path} is not on this machine)"
@@ -470,16 +471,20 @@ def _images_note(recipe: "Recipe", tokens: "Sequence[int]") -> str:
     )
 
 
-def _tokenizer(place: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase | None":
-    from transformers import AutoTokenizer
-
+def _tokenizer(place: str, model: "ModelSection") -> "PreTrainedTokenizerBase | None":
+    from agentrl.models import fast_tokenizer
     from agentrl.models.image_input import image_input
+    from agentrl.models.load import load_tokenizer
+
+    if fast_tokenizer.reads(place, model):
+        return load_tokenizer(model, light=True)
+    from transformers import AutoTokenizer
 
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            place, local_files_only=True, trust_remote_code=trust_remote_code
+            place, local_files_only=True, trust_remote_code=model.trust_remote_code
         )
-        found.image_input = image_input(place, trust_remote_code)
+        found.image_input = image_input(place, model.trust_remote_code)
         return found
     except (OSError, ValueError):
         return None

@@ -319,7 +319,7 @@ def _tokenizer(run: Path) -> Any:
         if path.parent.name.removeprefix("step_").isdecimal()
     }
     if saved:
-        return load_tokenizer(ModelSection(path=str(saved[max(saved)])))
+        return load_tokenizer(ModelSection(path=str(saved[max(saved)])), light=True)
     if recipe_of(str(run))[1] is None:
         raise UserError(f"{run}: has no checkpoint and no recipe, by whose tokenizer --tokens could be printed")
-    return load_tokenizer(ModelSection(path=load_recipe(str(RunFolder(run).recipe())).model.path))
+    return load_tokenizer(ModelSection(path=load_recipe(str(RunFolder(run).recipe())).model.path), light=True)

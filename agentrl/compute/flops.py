@@ -23,7 +23,7 @@ import torch
 from agentrl.compute.batch import KEYED, Batch, prefix_trees
 from agentrl.images import runs
 from agentrl.models.dense import linear
-from agentrl.models.load import class_for, embeddings
+from agentrl.models.load import embeddings, model_of
 from agentrl.models.lora import add_adapter
 from agentrl.models.shape import read_config
 from agentrl.models.vision import towers
@@ -220,7 +220,7 @@ def longest_update(recipe: Recipe) -> float | None:
     if config is None:
         return None
     with torch.device("meta"):
-        model: Any = class_for(config).from_config(config, trust_remote_code=recipe.model.trust_remote_code)
+        model = model_of(config, recipe.model.trust_remote_code)
         if recipe.model.lora is not None:
             add_adapter(model, recipe.model.lora.model_copy(update={"start": None}), "")
     samples, length = recipe.rollout.tasks * recipe.rollout.n, recipe.rollout.max_tokens

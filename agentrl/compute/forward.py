@@ -8,12 +8,11 @@ packed row at start-up, and takes the first that agrees with the last.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from agentrl.algo.loss import entropy
 from agentrl.compute import compiled_layers, liger
@@ -32,6 +31,9 @@ from agentrl.models.lora import has_dropout, layers
 from agentrl.models.prove import attempt, difference, differs_like_others
 from agentrl.models.vision import Vision
 from agentrl.recipe.sections.model import ModelSection
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 """Largest difference, in nats or as a share of the largest value. Log-probs in half precision are compared by
@@ -118,7 +120,7 @@ class ModuleForward:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: "PreTrainedModel",
         compute: torch.dtype | None = None,
         max_over_ranks: Callable[[int], int] | None = None,
     ) -> None:
@@ -157,7 +159,7 @@ def axes_of(vision: Vision, packed: Packed) -> Ints:
 
 
 def hidden_states(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     base: nn.Module,
     packed: Packed,
     device: torch.device,
@@ -259,7 +261,7 @@ def computed_in(section: ModelSection) -> torch.dtype | None:
 
 
 def choose(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     compute: torch.dtype | None = None,
     checkpointing: bool = False,
     offload: bool = False,
@@ -330,7 +332,7 @@ def autocast(device: torch.device, compute: torch.dtype | None) -> AbstractConte
     return nullcontext() if compute is None else torch.autocast(device.type, compute)
 
 
-def _rejection(kind: Callable[..., Forward], model: PreTrainedModel, sequences: SequenceForward) -> str | None:
+def _rejection(kind: Callable[..., Forward], model: "PreTrainedModel", sequences: SequenceForward) -> str | None:
     """Why `kind` cannot be used for `model`; None: it can."""
     if kind is BlockForward and (reason := BlockForward.unsupported(model)):
         return reason
@@ -341,7 +343,7 @@ def _rejection(kind: Callable[..., Forward], model: PreTrainedModel, sequences: 
         return found if isinstance(found, str) else _judge(model)(found, sequences(probe_of(model), 1.0)[0])
 
 
-def _judge(model: PreTrainedModel) -> Callable[[Tensor, Tensor], str | None]:
+def _judge(model: "PreTrainedModel") -> Callable[[Tensor, Tensor], str | None]:
     """A function that tells why log-probs of the probe (first argument) differ from those of the unchanged model
     (second) by more than rounding; None if they do not."""
     kind = next(model.parameters()).dtype
@@ -352,12 +354,12 @@ def _judge(model: PreTrainedModel) -> Callable[[Tensor, Tensor], str | None]:
     return lambda found, wanted: differs_like_others(found, wanted, other)
 
 
-def probe_of(model: PreTrainedModel, other: bool = False) -> Packed:
+def probe_of(model: "PreTrainedModel", other: bool = False) -> Packed:
     """A small packed row on which implementations are compared. other: the same answers after other prompts."""
     return _probe(int(embeddings(model).shape[0]), other)
 
 
-def unsupported_attention(model: PreTrainedModel) -> str | None:
+def unsupported_attention(model: "PreTrainedModel") -> str | None:
     """Why attention over packed rows cannot replace the model's, by its configuration; None: it can."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

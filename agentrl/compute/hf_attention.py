@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -25,7 +24,6 @@ _ATTENTION: ContextVar[AttentionFunction] = ContextVar("attention")
 _NAME = "agentrl_prefix_trees"
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # between two parts of a compiled layer
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -46,9 +44,6 @@ def _attention(
     q, k, v = (x[0].transpose(0, 1).to(kind) for x in (query, key, value))
     attended = _ATTENTION.get()(q, k, v, scale=scale)
     return attended.view(1, *q.shape[:2], v.shape[-1]), None
-
-
-AttentionInterface.register(_NAME, _attention)
 
 
 def attention_is_replaced() -> bool:
@@ -82,6 +77,9 @@ def _configs(model: "PreTrainedModel") -> "list[PretrainedConfig]":
     entered for each pass and each recomputed layer. Raises as that function does, for a module with fixed attention.
     """
     if (found := _CONFIGS.get(model)) is None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_NAME, torch.compiler.disable(_attention))  # between two parts of a compiled layer
         found_in = (getattr(module, "config", None) for module in model.modules())
         configs = {id(config): config for config in found_in if config is not None}.values()
         before = [(config, config._attn_implementation) for config in configs]

@@ -6,14 +6,13 @@ single process, and so does the sum of the parameters' gradients over the ranks.
 """
 
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from agentrl.compute.forward import ModuleForward, axes_of
 from agentrl.compute.hf_attention import Unsupported, replaced_attention
@@ -26,6 +25,9 @@ from agentrl.models.autograd import Context
 from agentrl.models.shape import heads_fault
 from agentrl.models.vision import Vision
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class _Sharing:
     """The part of one rank of `group` in the computation of `model`, a transformer with attention heads.
@@ -35,7 +37,7 @@ class _Sharing:
     """
 
     def __init__(
-        self, model: PreTrainedModel, base: Any, group: dist.ProcessGroup, vision: Vision | None = None
+        self, model: "PreTrainedModel", base: Any, group: dist.ProcessGroup, vision: Vision | None = None
     ) -> None:
         self.model, self.base, self.vision = model, base, vision
         self.group, self.ranks, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
@@ -104,7 +106,7 @@ class SequenceParallelForward(ModuleForward):
     Raises UserError if the number of ranks does not divide the number of attention heads.
     """
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, vision: Vision | None = None) -> None:
+    def __init__(self, model: "PreTrainedModel", group: dist.ProcessGroup, vision: Vision | None = None) -> None:
         super().__init__(model)
         self.vision = vision
         self._sharing = _Sharing(model, self.base, group, vision)

@@ -9,13 +9,12 @@ samples, of 39 % that can be explained at all; the backbone alone explains 6 % a
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from agentrl.compute.batch import Batch
 from agentrl.compute.forward import (
@@ -30,6 +29,9 @@ from agentrl.compute.forward import (
 )
 from agentrl.compute.packing import Packed
 from agentrl.models.vision import Vision
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONFIDENCE_FEATURES = 2
 """Number of columns of `confidence_features`."""
@@ -64,7 +66,7 @@ class ValueModel(nn.Module):
     device of the backbone. The original language model keeps its own output layer.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: "PreTrainedModel") -> None:
         super().__init__()
         self.config, self.image_input = model.config, getattr(model, "image_input", None)
         self.model: Any = getattr(model, model.base_model_prefix)
@@ -155,7 +157,7 @@ class SequenceValues(SequenceRunner[ValueModel]):
 
 
 def value_forward(
-    model: PreTrainedModel,
+    model: "PreTrainedModel",
     compute: torch.dtype | None = None,
     checkpointing: bool = False,
     offload: bool = False,

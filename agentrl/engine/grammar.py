@@ -7,7 +7,7 @@ from typing import Any
 import llguidance
 import numpy as np
 import numpy.typing as npt
-from llguidance.hf import from_tokenizer
+from tokenizers import Tokenizer
 
 from agentrl.constraint import Constraint, Shape, packed
 from agentrl.containment.threads import in_thread
@@ -77,8 +77,12 @@ class Grammars:
     def _of(self, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
         if stop_ids not in self._made:
             try:
-                self._made[stop_ids] = from_tokenizer(self._tokenizer, self.vocabulary, list(stop_ids) or None)
-            except (ValueError, RuntimeError) as error:
+                backend = Tokenizer.from_str(self._tokenizer.backend_tokenizer.to_str())
+                backend.no_padding()
+                backend.no_truncation()
+                ends = list(stop_ids) or self._tokenizer.eos_token_id
+                self._made[stop_ids] = llguidance.LLTokenizer(backend.to_str(), n_vocab=self.vocabulary, eos_token=ends)
+            except (ValueError, RuntimeError, AttributeError) as error:
                 raise ConstraintError(f"llguidance does not read this tokenizer: {_line(str(error))}") from error
         return self._made[stop_ids]
 
@@ -106,7 +110,7 @@ class Grammars:
     def _text(self, text: str, known: llguidance.LLTokenizer) -> str:
         """A text as the grammar has it: tokens that llguidance takes for special ones by their ids."""
         parts: list[str] = []
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
         for one in ids:
             if known.is_special_token(one):
                 before, _, text = text.partition(self._tokenizer.convert_ids_to_tokens(one))

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from agentrl.checkpoint.gather import is_sharded
 from agentrl.compute.offload import Copy, PinnedMemory, Transfers, transfers_of
 from agentrl.models.memory import BUCKET_BYTES
 
@@ -23,6 +23,8 @@ MOMENTUM = 0.95
 """Of Muon: what a step keeps of the gradients before."""
 OFFLOADED = ("exp_avg", "exp_avg_sq")
 """AdamW's moments by torch's names, each as large as its parameter."""
+EPSILON = 1e-8
+"""AdamW's, which is added to the root of its second moment."""
 MOMENTS = (*OFFLOADED, "step")
 """AdamW's state of each parameter, by torch's names."""
 
@@ -84,19 +86,9 @@ class Optimizer:
             _take_gradients(parameter, master)
         self._transfers = transfers_of(self.masters[0].device) if offload and self.masters else None
         self._host = PinnedMemory()
-        self._adams = [
-            torch.optim.AdamW(
-                [
-                    {"params": [m for m in part if m.dim() > 1], "weight_decay": weight_decay},
-                    {"params": [m for m in part if m.dim() <= 1], "weight_decay": 0.0},
-                ],
-                lr=0.0,
-                betas=betas,
-                fused=True,
-            )
-            for part in (_buckets(self.masters) if self._transfers is not None else [self.masters])
-        ]
-        self._owner = {m: adam for adam in self._adams for group in adam.param_groups for m in group["params"]}
+        self._betas, self._weight_decay = betas, weight_decay
+        self._buckets = _buckets(self.masters) if self._transfers is not None else [self.masters]
+        self._states: dict[Tensor, dict[str, Tensor]] = {master: {} for master in self.masters}
         self._last: Copy | None = None
         """The last copy of moments to the host, which may still wait for it."""
 
@@ -108,13 +100,10 @@ class Optimizer:
         norm = self._clip()
         if math.isfinite(norm):
             self.begun += 1
-            for adam in self._adams:
-                for group in adam.param_groups:
-                    group["lr"] = rate
             if self._transfers is None:
-                self._adams[0].step()
+                self._adamw(self.masters, rate)
             else:
-                self._step_by_buckets(self._transfers)
+                self._step_by_buckets(self._transfers, rate)
             self._publish()
         self.clear()
         return norm
@@ -129,23 +118,40 @@ class Optimizer:
             _move_gradient(weakref.ref(master), parameter)
         return clip(self.masters, self.max_norm)
 
-    def _step_by_buckets(self, transfers: Transfers) -> None:
+    @torch.no_grad()
+    def _adamw(self, masters: Sequence[Tensor], rate: float) -> None:
+        """Apply the gradients of some parameters. The kernel is that of `torch.optim.AdamW(fused=True)`, which this
+        does not use: it imports torch's compiler, a second and 100 MB."""
+        ready = [master for master in masters if master.grad is not None]
+        matrices, vectors = [m for m in ready if m.dim() > 1], [m for m in ready if m.dim() <= 1]
+        for group, decay in ((matrices, self._weight_decay), (vectors, 0.0)):
+            if not group:
+                continue
+            states = [self._state(master) for master in group]
+            averages, squares, steps = ([state[kind] for state in states] for kind in MOMENTS)
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                group, [m.grad for m in group if m.grad is not None], averages, squares, [], steps,
+                amsgrad=False, maximize=False,
+                lr=rate, beta1=self._betas[0], beta2=self._betas[1], weight_decay=decay, eps=EPSILON,
+            )  # fmt: skip
+
+    def _step_by_buckets(self, transfers: Transfers, rate: float) -> None:
         """Step one bucket after another, whose moments are on the device meanwhile. Their memory there is free again
         when they are copied back, for which the device waits after the next bucket's step."""
         moments = [
-            [(self._state(master), kind) for group in adam.param_groups for master in group["params"]
-             if master.grad is not None for kind in OFFLOADED]
-            for adam in self._adams
-        ]  # fmt: skip
+            [(self._state(master), kind) for master in bucket if master.grad is not None for kind in OFFLOADED]
+            for bucket in self._buckets
+        ]
         host = [[local(state[kind]) for state, kind in bucket] for bucket in moments]
         coming = [transfers.to_device(tensor) for tensor in host[0]]
         held: list[Tensor] = []  # until the copies of them are made
         leaving: list[Copy] = []
-        for number, adam in enumerate(self._adams):
+        for number, bucket in enumerate(self._buckets):
             here = [transfers.wait(copy) for copy in coming]
             coming = [transfers.to_device(tensor) for tensor in (*host, [])[number + 1]]
             _place(moments[number], here)
-            adam.step()
+            self._adamw(bucket, rate)
             _place(moments[number], host[number])
             for copy in leaving:
                 transfers.wait(copy)
@@ -156,8 +162,8 @@ class Optimizer:
         held.clear()
 
     def _state(self, master: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter; what AdamW has not created yet is created as 0."""
-        state: dict[str, Tensor] = self._owner[master].state[master]
+        """The state of a parameter, which begins as 0."""
+        state = self._states[master]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             for kind in OFFLOADED:
@@ -173,8 +179,7 @@ class Optimizer:
 
     def named_state(self) -> dict[str, Tensor]:
         """The tensors of the state by name, not copies: `exp_avg.<parameter>`, `exp_avg_sq.<parameter>`,
-        `step.<parameter>`, and `master.<parameter>` if there is a master. State that AdamW has not created yet is
-        created as 0.
+        `step.<parameter>`, and `master.<parameter>` if there is a master.
         """
         if self._transfers is not None and self._last is not None:
             self._transfers.finish(self._last)
@@ -201,7 +206,7 @@ def clip(parameters: Iterable[Tensor], max_norm: float) -> float:
     several meshes, which no single operation of torch accepts: each mesh adds up what its ranks hold."""
     meshes: dict[object, list[Tensor]] = {}
     for gradient in [p.grad for p in parameters if p.grad is not None]:
-        where = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        where = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
         meshes.setdefault(where, []).append(gradient)
     norms = [_norm(gradients) for gradients in meshes.values()]
     total = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
@@ -214,7 +219,7 @@ def clip(parameters: Iterable[Tensor], max_norm: float) -> float:
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
     """The norm of gradients that lie alike, over all ranks."""
     squared = nn.utils.get_total_norm([local(gradient) for gradient in gradients]).square()
-    if isinstance(first := gradients[0], DTensor):
+    if is_sharded(first := gradients[0]):
         for dimension, placement in enumerate(first.placements):
             if not placement.is_replicate():
                 dist.all_reduce(squared, group=first.device_mesh.get_group(dimension))
@@ -223,13 +228,13 @@ def _norm(gradients: Sequence[Tensor]) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
 def _place(moments: Sequence[tuple[dict[str, Tensor], str]], where: Sequence[Tensor]) -> None:
     """Let `where` be the moments, each by its parameter's state and its kind; of sharded ones, this rank's shards."""
     for (state, kind), tensor in zip(moments, where, strict=True):
-        if isinstance(moment := state[kind], DTensor):
+        if is_sharded(moment := state[kind]):
             moment._local_tensor = tensor
         else:
             state[kind] = tensor

@@ -50,7 +50,7 @@ class Reference:
         if lora.layers(model):
             return cls(recipe, WithoutAdapter(model, forward))
         compute, section = computed_in(recipe.model), recipe.model.model_copy(update={"lora": None})
-        frozen = load_model(section)[0].requires_grad_(False)
+        frozen = load_model(section, light=True)[0].requires_grad_(False)
         chosen = choose(frozen, compute)[0]
         moves = recipe.algorithm.reference
         if compute is not None and (moves is None or moves.ema is None):  # an average is one of float32

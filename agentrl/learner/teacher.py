@@ -70,7 +70,7 @@ class Teacher:
         model = teacher_model(section, recipe)
         compute = computed_in(recipe.model)
         with _of_teacher():
-            frozen = load_model(model)[0].requires_grad_(False).eval()
+            frozen = load_model(model, light=True)[0].requires_grad_(False).eval()
         forward = choose(frozen, compute)[0]
         if compute is not None:
             narrow(frozen, compute)
@@ -145,8 +145,8 @@ def check_teachers(recipe: Recipe) -> None:
         if section is None or section.served or section.path in (POLICY, recipe.model.path):
             continue
         with _of_teacher():
-            theirs = load_tokenizer(teacher_model(section, recipe)).get_vocab()
-        ours = load_tokenizer(recipe.model).get_vocab()
+            theirs = load_tokenizer(teacher_model(section, recipe), light=True).get_vocab()
+        ours = load_tokenizer(recipe.model, light=True).get_vocab()
         if theirs != ours:
             differ = sum(theirs.get(token) != index for token, index in ours.items()) or len(theirs) - len(ours)
             raise UserError(

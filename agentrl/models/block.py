@@ -92,7 +92,8 @@ def unsupported(model: Any) -> str | None:
     if getattr(config, "rope_parameters", {}).get("rope_type", "default") in ("dynamic", "longrope"):
         return "its RoPE frequencies depend on the length"
     linears = [m for name, m in model.named_modules() if name.endswith("_proj") or name == "lm_head"]
-    if any(type(getattr(m, "base_layer", m) if is_adapted(m) else m) is not nn.Linear for m in linears):
+    plain = (type(getattr(m, "base_layer", m) if is_adapted(m) else m).forward is nn.Linear.forward for m in linears)
+    if not all(plain):
         return "a projection is not a plain nn.Linear (quantized, or a foreign adapter)"
     if any(map(is_adapted, linears)) and model.model.embed_tokens.weight.dtype != torch.float32:
         return "in half precision a merged adapter is rounded"

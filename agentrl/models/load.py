@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from agentrl.errors import UserError, nearest
-from agentrl.models import EMBEDDED, embedded_path
+from agentrl.models import EMBEDDED, embedded_path, fast_tokenizer
 from agentrl.models.image_families import FAMILIES, family_of
 from agentrl.models.image_input import ImageInput, check_alike, image_input
 from agentrl.recipe.schema import Recipe
@@ -19,27 +19,33 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
+    from agentrl.models.qwen3 import Config
+
 T = TypeVar("T")
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 
 
 def load_model(
-    section: ModelSection, seed: int = 0, *, headless: bool = False
+    section: ModelSection, seed: int = 0, *, headless: bool = False, light: bool = False
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Load a causal language model onto `model.device`, in `model.dtype` and evaluation mode (no dropout), and its
     tokenizer.
 
     seed: of a new adapter; nothing else is random. headless: the output layer is not used, and may be absent from the
-    files.
+    files. light: our own forward and engine alone will compute with the model, so that it may be a `models.qwen3.Qwen3`
+    with a `FastTokenizer`, which need no transformers, where they read its files.
 
     Raises UserError: no such device or folder, no causal language model in it, absent weights, or a hub that does not
     answer.
     """
+    path = resolve(section.path)
+    if light and (found_light := _load_light(path, section)) is not None:
+        return found_light
     import torch
     from transformers.utils import logging as progress
 
     progress.disable_progress_bar()
-    path, device = resolve(section.path), find_device(section.device)
+    device = find_device(section.device)
     config = _load(section.path, "its configuration", lambda: _causal_config(path, section))
     dtype = getattr(torch, section.dtype)
     options = {"config": config, "dtype": dtype, "trust_remote_code": section.trust_remote_code}
@@ -57,6 +63,24 @@ def load_model(
 
         add_adapter(model, section.lora, path, seed)
     return model, tokenizer
+
+
+def _load_light(path: str, section: ModelSection) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase] | None":
+    """The model and the tokenizer by `models.qwen3`; None: it does not read them."""
+    from agentrl.models.qwen3 import Qwen3, reads
+
+    if not reads(path, section):
+        return None
+    model, missing = _load(section.path, "its weights", lambda: Qwen3.from_pretrained(path))
+    _check_whole(section.path, cast("PreTrainedModel", model), missing, headless=False)
+    return cast("PreTrainedModel", model), _light_tokenizer(path, section)
+
+
+def _light_tokenizer(path: str, section: ModelSection) -> "PreTrainedTokenizerBase":
+    tokenizer = _load(section.path, "its tokenizer", lambda: fast_tokenizer.FastTokenizer(path))
+    if section.chat_template is not None:
+        tokenizer.chat_template = _read(section.chat_template)
+    return cast("PreTrainedTokenizerBase", tokenizer)
 
 
 def load_scorer(section: ModelSection, seed: int = 0) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
@@ -115,11 +139,13 @@ def load_skeleton(section: ModelSection) -> "tuple[PreTrainedModel, PreTrainedTo
     return model.eval(), tokenizer
 
 
-def load_tokenizer(section: ModelSection) -> "PreTrainedTokenizerBase":
-    """The tokenizer with the recipe's chat template. Raises UserError as `load_model` does."""
+def load_tokenizer(section: ModelSection, *, light: bool = False) -> "PreTrainedTokenizerBase":
+    """The tokenizer with the recipe's chat template. light: as of `load_model`. Raises UserError as that does."""
+    path = resolve(section.path)
+    if light and fast_tokenizer.reads(path, section):
+        return _light_tokenizer(path, section)
     from transformers import AutoTokenizer
 
-    path = resolve(section.path)
     _load(section.path, "its configuration", lambda: check_family(path, section))
     tokenizer = _load(
         section.path,
@@ -139,6 +165,15 @@ def class_for(config: "PretrainedConfig") -> "type[_BaseAutoModelClass]":
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+
+
+def model_of(config: "PretrainedConfig | Config", trust_remote_code: bool = False) -> Any:
+    """A new model of a configuration, for its sizes: where torch.device("meta") is entered, it has no weights."""
+    from agentrl.models.qwen3 import Config, Qwen3
+
+    if isinstance(config, Config):
+        return Qwen3(config)
+    return class_for(config).from_config(config, trust_remote_code=trust_remote_code)
 
 
 def let_classify(config: "PretrainedConfig") -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agentrl.models.load import check_family, class_for, overridden, resolve
+from agentrl.models.load import check_family, model_of, overridden, resolve
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.cluster import ClusterSection
 from agentrl.recipe.sections.model import LoraSection, ModelSection
@@ -13,6 +13,8 @@ from agentrl.recipe.sections.model import LoraSection, ModelSection
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
+
+    from agentrl.models.qwen3 import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +66,15 @@ class Shape:
 
     @classmethod
     def of(
-        cls, config: "PretrainedConfig", lora: LoraSection | None = None, trust_remote_code: bool = False
+        cls, config: "PretrainedConfig | Config", lora: LoraSection | None = None, trust_remote_code: bool = False
     ) -> "Shape":
-        """Count a causal language model. config: its transformers configuration. lora: the adapter to count with it."""
+        """Count a causal language model. config: its configuration. lora: the adapter to count with it."""
         import torch
 
         from agentrl.models.lora import add_adapter
 
         with torch.device("meta"):
-            model = class_for(config).from_config(config, trust_remote_code=trust_remote_code)
+            model = model_of(config, trust_remote_code)
             parameters = _count(model)
             tower = _tower(model, config)
             blocks = [_count(block) for block in longest_list(model, outside=tower[0])]
@@ -106,11 +108,16 @@ def read_shape(section: ModelSection) -> Shape | None:
     return None if config is None else Shape.of(config, section.lora, section.trust_remote_code)
 
 
-def read_config(section: ModelSection, fetch: bool = False) -> "PretrainedConfig | None":
+def read_config(section: ModelSection, fetch: bool = False) -> "PretrainedConfig | Config | None":
     """A model's configuration with the recipe's settings; None: it cannot be had. fetch: whether to ask the hub."""
-    from transformers import AutoConfig
+    from agentrl.models.qwen3 import read_config as read_light
+    from agentrl.models.qwen3 import reads
 
     path = resolve(section.path)
+    if reads(path, section):
+        return read_light(path)
+    from transformers import AutoConfig
+
     try:
         check_family(path, section, local_files_only=not fetch)
         config = AutoConfig.from_pretrained(
@@ -129,7 +136,7 @@ _OF_ENGINE = ("max_context", "context-length", "max-model-len")
 """The engine's own: arguments, and flags of servers."""
 
 
-def context_of(config: "PretrainedConfig") -> int:
+def context_of(config: "PretrainedConfig | Config") -> int:
     """The maximum context of a model's configuration in tokens, or DEFAULT_CONTEXT if it names none."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
@@ -208,7 +215,7 @@ def _count(module: "nn.Module") -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _tower(model: "nn.Module", config: "PretrainedConfig") -> "tuple[nn.Module | None, Tower | None]":
+def _tower(model: "nn.Module", config: "PretrainedConfig | Config") -> "tuple[nn.Module | None, Tower | None]":
     """The vision tower and its size; (None, None): the model has none."""
     vision = getattr(config, "vision_config", None)
     modules = dict(model.named_modules())

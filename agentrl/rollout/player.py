@@ -144,7 +144,11 @@ class Player:
             section = section.model_copy(update={"device": f"cuda:{placement.embedded}"})
         shape_only = trained_elsewhere and not engine_class(recipe.engine.name).in_process
         await in_thread(download, resolve(section.path), phase or (lambda line: None))
-        model, tokenizer = load_skeleton(section) if shape_only else load_model(section, recipe.train.seed)
+        if shape_only:
+            model, tokenizer = load_skeleton(section)
+        else:
+            light = recipe.engine.name == "local" and not recipe.cluster.used
+            model, tokenizer = load_model(section, recipe.train.seed, light=light)
         if tokenizer.image_input is not None:
             check_sight(recipe)
             check_roles(recipe, tokenizer.image_input)

@@ -280,7 +280,7 @@ def same_tokenizer(one: Recipe, other: Recipe) -> bool:
     """Whether the models of two recipes have the same vocabulary. Raises UserError: one cannot be loaded."""
     if one.model.path == other.model.path:
         return True
-    ours, theirs = (load_tokenizer(recipe.model).get_vocab() for recipe in (one, other))
+    ours, theirs = (load_tokenizer(recipe.model, light=True).get_vocab() for recipe in (one, other))
     return bool(ours == theirs)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from agentrl.models.lora import merged, plain_tensors
+from agentrl.models.qwen3 import Qwen3
 from agentrl.weights.request import WeightPublisher
 
 if TYPE_CHECKING:
@@ -144,9 +145,12 @@ def _needs_conversion(model: "PreTrainedModel") -> bool:
 
 def as_saved(model: "PreTrainedModel", state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Convert a part of a transformers module's state dict to what `save_pretrained` writes."""
+    if isinstance(model, Qwen3) or not hasattr(model, "config"):
+        return state
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, state) if hasattr(model, "config") else state
+    found: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from agentrl.engine.local.block_runner import BlockRunner
-from agentrl.engine.local.module_runner import ModuleRunner
-from agentrl.engine.local.recompute_runner import RecomputeRunner
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
-from agentrl.engine.local.vision_runner import VisionRecomputeRunner, VisionRunner
 from agentrl.errors import UserError
 from agentrl.models import block
 from agentrl.models.load import embeddings
@@ -21,6 +18,9 @@ from agentrl.models.vision import Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from agentrl.engine.local.module_runner import ModuleRunner
+    from agentrl.engine.local.recompute_runner import RecomputeRunner
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ def runner_for(model: "PreTrainedModel", routing: Routing | None = None) -> Runn
         raise UserError(f"model.path: {type(model).__name__} is not a causal language model, which the engine needs")
     if block.unsupported(model) is None:
         return BlockRunner(model)
+    from agentrl.engine.local.module_runner import ModuleRunner
+    from agentrl.engine.local.vision_runner import VisionRunner
+
     runner = (VisionRunner if Vision.of(model) else ModuleRunner)(model, routing)
     reason = runner.unsupported() or _disagreement(model, runner)
     if reason is None:
@@ -47,11 +50,14 @@ def runner_for(model: "PreTrainedModel", routing: Routing | None = None) -> Runn
     return _recomputing(model)
 
 
-def _recomputing(model: "PreTrainedModel") -> RecomputeRunner:
+def _recomputing(model: "PreTrainedModel") -> "RecomputeRunner":
+    from agentrl.engine.local.recompute_runner import RecomputeRunner
+    from agentrl.engine.local.vision_runner import VisionRecomputeRunner
+
     return VisionRecomputeRunner(model) if Vision.of(model) else RecomputeRunner(model)
 
 
-def _disagreement(model: "PreTrainedModel", runner: ModuleRunner) -> str | None:
+def _disagreement(model: "PreTrainedModel", runner: "ModuleRunner") -> str | None:
     """Why a slot cache is not exact for this module, or None if it is.
 
     The probe has two prompts of different lengths, each computed in two chunks, and then one decoded token.

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -495,3 +496,16 @@ def test_the_installed_command_runs():
     assert result.returncode == 2
     assert result.stdout == ""
     assert result.stderr == "error: command line: train.lrr: unknown key; did you mean 'train.lr'?\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_waiting_threads_let_another_run_have_their_core(given: dict[str, str], kept: str | None) -> None:
+    show = "m.run = lambda _: print(os.environ.get('GOMP_SPINCOUNT')) or 0"
+    said = f"import os, agentrl.cli.main as m; {show}; m.main()"
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_WAIT"))}
+    done = subprocess.run(
+        [sys.executable, "-c", said], env={**env, **given}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(kept)

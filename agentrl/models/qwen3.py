@@ -60,6 +60,8 @@ def _is_plain_qwen3(config: dict[str, Json]) -> bool:
         and config["head_dim"] % 2 == 0
         and rope.keys() == _ROPE
         and rope["rope_type"] == "default"
+        and type(rope["rope_theta"]) in (int, float)
+        and type(config.get("tie_word_embeddings")) is bool
         and type(config.get("rms_norm_eps")) is float
         and set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}
         and not config.keys() & {"quantization_config", "auto_map"}

@@ -187,6 +187,8 @@ def _set(name: str, **changes: Any) -> Callable[[Path], None]:
         _set("config.json", rope_parameters={"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}),
         _set("config.json", quantization_config={"quant_method": "fp8"}),
         _set("config.json", num_key_value_heads=None),
+        _set("config.json", tie_word_embeddings=None),
+        _set("config.json", rope_parameters={"rope_theta": "far", "rope_type": "default"}),
         _set("tokenizer_config.json", tokenizer_class="LlamaTokenizer"),
         _set("tokenizer_config.json", added_tokens_decoder={}),
         _set("tokenizer_config.json", eos_token={"content": "<|im_end|>"}),

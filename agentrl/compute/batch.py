@@ -378,15 +378,23 @@ def balanced(trees: Sequence[PrefixTree], parts: int) -> list[list[Piece]]:
     if parts == 1:
         return [[Piece(index, tree.tokens, tuple(range(len(tree.samples)))) for index, tree in enumerate(trees)]]
     ideal = sum(tree.tokens for tree in trees) / parts
-    ways = [_placed([p for i, t in enumerate(trees) for p in _cut(i, t, size * ideal)], trees, parts) for size in SIZES]
-    if any(tree.root is None for tree in trees):
-        ways.insert(1, _in_order(trees, parts))
     found: list[tuple[float, list[list[Piece]]]] = []
-    for way in ways:
+    for way in _ways(trees, parts, ideal):
         placed = _evened(way, trees)
         found.append((max(packed_tokens(part, trees) for part in placed), placed))
-    fullest = min(load for load, _ in found)
-    return next(placed for load, placed in found if load <= SLACK * fullest)
+        fullest = min(load for load, _ in found)
+        load, best = next(one for one in found if one[0] <= SLACK * fullest)
+        if load <= SLACK * ideal:  # no way has a fullest part below the mean, so none of the others can displace it
+            break
+    return best
+
+
+def _ways(trees: Sequence[PrefixTree], parts: int, ideal: float) -> Iterator[list[list[Piece]]]:
+    """The trees in parts, cut more and more. ideal: the mean tokens of a part where nothing is cut."""
+    for number, size in enumerate(SIZES):
+        yield _placed([p for i, t in enumerate(trees) for p in _cut(i, t, size * ideal)], trees, parts)
+        if number == 0 and any(tree.root is None for tree in trees):
+            yield _in_order(trees, parts)
 
 
 def _cut(index: int, tree: PrefixTree, size: float) -> Iterator[Piece]:

@@ -272,6 +272,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_run_on_the_embedded_model_imports_neither_transformers_nor_torch_s_compiler(tmp_path: Path) -> None:
     run = [sys.executable, "-c", RUN, "train", str(ROOT / "recipes" / "gsm8k_tool.yaml"), "train.steps=1"]
     sizes = ["rollout.tasks=4", "rollout.n=4", "eval.tasks=4", "algorithm.kl_coef=0.01", "train.threads=1"]

@@ -121,7 +121,7 @@ class Optimizer:
     @torch.no_grad()
     def _adamw(self, masters: Sequence[Tensor], rate: float) -> None:
         """Apply the gradients of some parameters. The kernel is that of `torch.optim.AdamW(fused=True)`, which this
-        does not use: it imports torch's compiler, a second and 100 MB."""
+        does not use: it imports torch's compiler, which takes a second."""
         ready = [master for master in masters if master.grad is not None]
         matrices, vectors = [m for m in ready if m.dim() > 1], [m for m in ready if m.dim() <= 1]
         for group, decay in ((matrices, self._weight_decay), (vectors, 0.0)):

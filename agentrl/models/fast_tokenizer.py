@@ -48,8 +48,7 @@ def reads(folder: str, section: ModelSection) -> bool:
 
 
 class FastTokenizer:
-    """Of the interface of transformers it has what this
-    package and `renderers` use.
+    """Reads a tokenizer as transformers does, and has of its interface what this package and `renderers` use.
 
     name_or_path: the folder that it was read from. Raises OSError or ValueError: a file cannot be read.
     """
@@ -154,8 +153,26 @@ def _compiled(source: str) -> "Template":
     from datetime import datetime
 
     from jinja2 import TemplateError
+    from jinja2.exceptions import SecurityError
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class PublicNamespace(Namespace):
+        """A namespace of jinja without attributes that Python itself reads."""
+
+        def __init__(*args: Any, **kwargs: Any) -> None:  # as jinja's: `self` may be an attribute
+            for name in (given := dict(*args[1:], **kwargs)):
+                _check(name)
+            Namespace.__init__(args[0], given)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            _check(name)
+            super().__setitem__(name, value)
+
+    def _check(name: object) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError(f"a chat template may not set {name} of a namespace")
 
     def refuse(line: str) -> None:
         raise TemplateError(line)
@@ -170,6 +187,7 @@ def _compiled(source: str) -> "Template":
     env.filters["tojson"] = tojson
     env.globals |= {
         "raise_exception": refuse,
+        "namespace": PublicNamespace,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # not the class, whose attributes lead further
     }

@@ -145,7 +145,7 @@ class Rotary(nn.Module):
 
     def __init__(self, c: Any) -> None:
         super().__init__()
-        exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float, device="cpu") / c.head_dim  # never a shape alone
+        exponents = torch.arange(0, c.head_dim, 2, dtype=torch.float, device="cpu") / c.head_dim  # on meta, too
         self.register_buffer("inv_freq", 1.0 / (c.rope_parameters["rope_theta"] ** exponents), persistent=False)
         self.attention_scaling = 1.0
 

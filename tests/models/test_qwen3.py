@@ -140,6 +140,8 @@ def test_the_tokenizer_knows_the_same_tokens() -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{{ dict.mro() }}",
+        "{% set n = namespace() %}{% set n.__class__ = 1 %}",
+        "{{ namespace(**{'_' ~ '_call_' ~ '_': 1}) }}",
         "{{ 1 // 0 }}",
     ],
 )

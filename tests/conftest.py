@@ -1,7 +1,8 @@
 """Which tests run when, and the fixtures that stand for what a machine may lack.
 
-A test without a marker of `TIERS` is `quick`, and `pytest` alone runs those. `pytest -m all` runs everything but what
-is `long`, and so does `pytest FILE` or `pytest FOLDER` of what it names.
+A test without a marker of `TIERS` is `quick`, and `pytest` alone runs those; of a test with `quick_cases(n)` its first
+n cases are, and the others `slow`. `pytest -m all` runs everything but what is `long`, and so does `pytest FILE` or
+`pytest FOLDER` of what it names.
 """
 
 import functools
@@ -9,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,11 +62,21 @@ TORCHTITAN_VENV = "AGENTRL_TORCHTITAN_VENV"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for name, reason in {**TIERS, "quick": "has none of these markers", "all": "is not `long`"}.items():
+    cases = {"quick_cases(n)": "only its first n cases are quick, the others slow"}
+    for name, reason in {**TIERS, "quick": "has none of these markers", "all": "is not `long`", **cases}.items():
         config.addinivalue_line("markers", f"{name}: {reason}")
     if not config.option.markexpr:
-        named = config.args_source is pytest.Config.ArgsSource.ARGS
-        config.option.markexpr = "all" if named else "quick"
+        config.option.markexpr = "all" if _are_named(config) else "quick"
+
+
+def _are_named(config: pytest.Config) -> bool:
+    return config.args_source is pytest.Config.ArgsSource.ARGS
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run what is named in this process, where it can be stopped and looked at, and all tests in a process a core."""
+    return 0 if _are_named(config) else min(os.cpu_count() or 1, 4)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -90,9 +102,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every item by its fixtures and its tier, and sort the files by the last of their tiers."""
     order = list(TIERS)
     rank: dict[object, int] = {}
+    cases = Counter[object]()
     for item in items:
         for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
             item.add_marker(FIXTURES[fixture])
+        if first := item.get_closest_marker("quick_cases"):
+            test = (item.path, item.name.partition("[")[0])
+            cases[test] += 1
+            if cases[test] > first.args[0]:
+                item.add_marker("slow")
         tiers = [order.index(mark.name) for mark in item.iter_markers() if mark.name in TIERS]
         if not tiers:
             item.add_marker("quick")

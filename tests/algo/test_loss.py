@@ -150,6 +150,7 @@ def test_ppo_and_gspo_agree_on_samples_of_one_token() -> None:
     torch.testing.assert_close(gspo(tokens(*given_), plain).loss, ppo_clip(tokens(*given_), plain).loss)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce", "gmpo"])
 def test_in_the_actor_micro_batches_change_nothing(name: str) -> None:
     def after(tokens: int) -> tuple[torch.Tensor, dict[str, float]]:

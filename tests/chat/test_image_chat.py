@@ -82,6 +82,7 @@ CALLS = {
 CONTENTS = st.lists(st.one_of(st.sampled_from(["a b", "\n", "ü<|x|>"]), st.integers(0, 2)), min_size=1, max_size=5)
 
 
+@pytest.mark.quick_cases(1)
 @settings(max_examples=40, deadline=None)
 @given(CONTENTS, CONTENTS)
 def test_ids_are_those_of_the_models_own_processor(parts, first, second):

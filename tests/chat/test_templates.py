@@ -389,6 +389,7 @@ def grown(name: str, rounds: list[Any], kept_stops: list[int]) -> tuple[list[int
     return ids, rendered(name, messages, True), stable
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("name", EXTENDING)
 @given(data=st.data())
 @fast

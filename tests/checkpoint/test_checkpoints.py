@@ -190,6 +190,7 @@ def save_all(checkpoints: Checkpoints, role: Role, accuracies: dict[int, float |
     checkpoints.finish()
 
 
+@pytest.mark.slow
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, 2)
     save_all(checkpoints, learned(1), {1: 0.5, 2: 0.75, 3: None, 4: 0.25, 10: None})
@@ -276,6 +277,7 @@ def places() -> Iterator[Any]:
     yield pytest.param(Path, "rename", 0, id="rename")
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(("owner", "name", "after"), list(places()))
 def test_a_full_disk_is_one_line_and_the_last_checkpoint_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int

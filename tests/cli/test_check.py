@@ -62,6 +62,7 @@ def test_what_an_embedded_model_has_never_seen_is_said(
     assert said is None if words is None else words in (said or "")
 
 
+@pytest.mark.slow
 def test_check_warns_of_tools_that_the_embedded_model_has_never_seen(capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for recipe in ("gsm8k_tool", "code_tool"):

@@ -230,6 +230,7 @@ def test_an_empty_list_says_so(capsys, monkeypatch):
     assert capsys.readouterr().out == "nothing is installed in the group agentrl.trackers\n"
 
 
+@pytest.mark.slow
 def test_recipes_are_listed_printed_and_copied(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main.run(["recipes"]) == 0
@@ -451,6 +452,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
@@ -477,6 +479,7 @@ def test_the_interpreter_does_not_look_through_what_goes_with_it():
 HEAVY = ("torch", "transformers", "datasets", "renderers", "ray", "numpy")
 
 
+@pytest.mark.slow
 def test_help_and_lists_import_nothing_heavy():
     code = (
         "import sys; from agentrl.cli import main; codes = [main.run(a.split()) for a in ('--help', 'tools', 'envs')];"

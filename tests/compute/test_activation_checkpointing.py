@@ -73,6 +73,7 @@ def test_a_layer_keeps_its_input_alone() -> None:
     assert kept[True] < 0.3 * kept[False]
 
 
+@pytest.mark.slow
 def test_dropout_of_an_adapter_is_the_same_the_second_time() -> None:
     section = ModelSection(device="cpu", lora=LoraSection(rank=4, alpha=8, dropout=0.5))
     found = []

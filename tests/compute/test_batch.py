@@ -27,6 +27,7 @@ def named(batch: Batch) -> Batch:
     return batch.with_samples(name=np.arange(len(batch))).with_tokens(place=np.arange(int(batch.offsets[-1])))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.integers(1, 9), st.integers(0, 3))
 def test_every_sample_is_in_one_part_and_joined_in_order(
@@ -49,6 +50,7 @@ def test_every_sample_is_in_one_part_and_joined_in_order(
     assert [pickle.dumps(p) for p in batch.distribute(parts).parts] == [pickle.dumps(p) for p in partition.parts]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(shapes, st.integers(1, 9), st.integers(0, 3))
 def test_no_part_is_much_fuller_than_the_others(drawn: list[tuple[int, list[int]]], parts: int, seed: int) -> None:
@@ -119,6 +121,7 @@ def test_a_group_is_cut_where_least_is_computed_twice() -> None:
     assert first.tokens == second.tokens == 340
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 1000), st.integers(1, 9))
 def test_deep_groups_are_dealt_once_in_order_and_balanced(depth: int, seed: int, parts: int) -> None:

@@ -57,6 +57,7 @@ def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [10_000, 40])
 @pytest.mark.parametrize("kind", [BlockForward, ModuleForward, SequenceForward])
@@ -79,6 +80,7 @@ def wanted_of(depth: int) -> tuple[PreTrainedModel, Batch, torch.Tensor, torch.T
     return model, batch, weight, separate(model, batch, weight, 0.8), gradients(model)
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize(
     ("kind", "least"),
     [(BlockForward, 1), (BlockForward, LEAST), (ModuleForward, 1), (ModuleForward, LEAST), (SequenceForward, 1)],

@@ -207,6 +207,7 @@ async def test_a_reward_in_processes_is_scored_there_and_killed_when_it_hangs(tm
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_process_has_the_environment_and_scores_groups(monkeypatch):
     monkeypatch.setenv("AGENTRL_TEST_SETTING", "2.5")
     made, driver = driver_of(function("setting", processes=1), function("places", processes=1))

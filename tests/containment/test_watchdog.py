@@ -55,6 +55,7 @@ def test_a_dump_of_faulthandler_is_read(tmp_path):
     assert (frame.file, frame.function) == (__file__, "test_a_dump_of_faulthandler_is_read")
 
 
+@pytest.mark.slow
 def test_who_holds_up_the_loop_is_said_once_and_a_loop_that_waits_is_not():
     said, told = [], threading.Event()
 

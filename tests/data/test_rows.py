@@ -244,6 +244,7 @@ def test_map_and_filter(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: 
     assert [row["answer"] for row in longer.rows("train")] == [str(n) for n in range(10, 40)]  # it sees what map made
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize(
     ("change", "message"),

@@ -43,6 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["tied", "untied", "window"])
 def test_policy_and_reference_compute_what_the_plain_model_does(
     name: str, context: ParallelContext, root: Path
@@ -92,6 +93,7 @@ def test_a_reward_model_sees_what_the_plain_one_does(context: ParallelContext, r
     assert abs(sharded.scores(batch) - plain.scores(batch)).max() < 1e-5
 
 
+@pytest.mark.slow
 def test_mixed_precision_stays_near_float32_where_a_model_sees(context: ParallelContext, root: Path) -> None:
     recipe = SCENARIOS["seeing, critic"].recipe(root)
     mixed = recipe.model_copy(update={"model": recipe.model.model_copy(update={"compute": "bfloat16"})})

@@ -501,6 +501,7 @@ def test_the_time_of_a_run_follows_from_the_step(subject: Subject) -> None:
     assert found.figure.startswith("about 20 s a step, 0.6 h for 100 steps")
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_follows_from_an_update_of_its_size(subject: Subject) -> None:
     subject.recipe = small(rollout__tasks=16, rollout__n=8, engine__max_batch=64, train__steps=100)
     found = finding("update", subject)

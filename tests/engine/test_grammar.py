@@ -92,6 +92,7 @@ def trajectory(prompt: list[int], turn: Generation) -> Trajectory:
     )  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}], ids=str)
 def test_the_trainer_gives_a_masked_token_the_log_prob_that_it_was_drawn_by(how: Any) -> None:
     prompts, turns = sampled(**how)

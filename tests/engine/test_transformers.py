@@ -84,6 +84,7 @@ async def each(engine: Any, prompts: list[list[int]]) -> list[Generation]:
     return found
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", MODELS)
 async def test_it_samples_what_the_embedded_engine_samples(name: str) -> None:
     model = MODELS[name]()

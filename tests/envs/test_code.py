@@ -71,6 +71,7 @@ def test_the_kinds_are_many_and_their_text_says_it_all() -> None:
         assert all(str(value) in asked for value in parameters.values()), kind.name
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("split", SPLITS)
 def test_problems_are_stable_varied_and_no_constant_passes(split: str) -> None:
     seen: Counter[str] = Counter()

@@ -71,6 +71,7 @@ ENDED = {
 }
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("where", ["open", "step", "call", "grade"])
 @pytest.mark.parametrize("what", ["raise", "sys.exit", "exit"])
 async def test_what_fails_there_fails_the_rollout(where, what):
@@ -85,6 +86,7 @@ async def test_what_fails_there_fails_the_rollout(where, what):
     assert not played.rewards, "a failed rollout has no reward, not one of 0"
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("what", ["interrupt", "unreadable", "kill", "crash", "garbage", "endless"])
 async def test_what_else_a_step_may_do_fails_the_rollout(what):
     env = toy(f"step:{what}")
@@ -116,6 +118,7 @@ async def test_what_it_may_not_return_fails_the_rollout(where):
         assert not played.rewards
 
 
+@pytest.mark.slow
 async def test_an_opening_that_hangs_ends_in_time():
     env = toy("open:hang", start_seconds=1.0)
     try:
@@ -169,6 +172,7 @@ async def test_gigabytes_printed_are_read_and_forgotten():
     assert played.failure is None
 
 
+@pytest.mark.slow
 async def test_a_hang_ends_at_its_deadline_and_others_go_on(tmp_path):
     env = toy("step:hang", args={"marker": str(tmp_path / "once")}, processes=2)
     tasks = env.tasks("train")
@@ -203,6 +207,7 @@ async def test_alone_each_rollout_has_a_process_to_itself():
     assert [one.failure for one in played] == [None] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -54,6 +54,7 @@ def test_a_careless_one_ends_with_words(made: object, seed: int) -> None:
     assert not messages[-1].get("tool_calls")
 
 
+@pytest.mark.slow
 def test_a_careless_pupil_is_sometimes_right_and_wrong_in_every_way() -> None:
     seen: Counter[str] = Counter()
     for index in range(3000):

@@ -43,6 +43,7 @@ def test_train_and_held_out_share_no_numbers(split: str, index: int) -> None:
     assert is_held_out(made.kind, dict(made.numbers)) == (split != "train")
 
 
+@pytest.mark.slow
 def test_large_numbers_are_larger_than_any_of_training() -> None:
     largest: dict[tuple[str, str], int] = {}
     for index in range(6_000):

@@ -114,6 +114,7 @@ def test_a_task_is_always_the_same_and_no_two_splits_share_one():
     assert RandomTools(seed=1).tasks("test")[0].data == env.tasks("test")[0].data
 
 
+@pytest.mark.slow
 def test_no_tool_and_no_argument_of_the_test_split_is_in_a_lesson(lessons):
     tools, arguments = names(lessons)
     own_tools, own_arguments = names([make_lesson(f"random_tools/test/0/{i}", held_out=True) for i in range(512)])
@@ -121,6 +122,7 @@ def test_no_tool_and_no_argument_of_the_test_split_is_in_a_lesson(lessons):
     assert own_arguments & arguments <= {"name", "key", "which"}
 
 
+@pytest.mark.slow
 def test_the_worlds_of_the_benchmark_share_no_name_and_no_sentence_with_the_lessons(lessons, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     import domains
@@ -135,6 +137,7 @@ def test_the_worlds_of_the_benchmark_share_no_name_and_no_sentence_with_the_less
         assert not sentences & {VALUE.sub("_", request) for request in requests}
 
 
+@pytest.mark.slow
 def test_it_keeps_the_contract():
     env = RandomTools()
 

@@ -33,6 +33,7 @@ def test_what_is_held_out_is_never_trained_on(env):
     assert {len(q.path) for q in asked["test"]} == {len(q.path) for q in asked["train"]} == {1, 2}
 
 
+@pytest.mark.slow
 def test_the_order_is_the_seeds_and_the_questions_are_nobodys(env):
     train = env.tasks("train")
     assert [t.id for t in train] == [t.id for t in SearchQa().tasks("train")]

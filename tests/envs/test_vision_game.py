@@ -227,6 +227,7 @@ def test_a_run_that_learns_from_rollouts_keeps_their_pictures(trained, tmp_path)
         assert t.images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "why"),
     [

@@ -72,6 +72,7 @@ def drawn(rng: np.random.Generator, runs: int, tasks: int, samples: int, shift: 
     return (rng.binomial(samples, b) - rng.binomial(samples, a)) / samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tasks", "samples", "shift", "discord"),
     [(128, 1, 0.0, 0.3), (128, 1, 0.02, 0.02), (500, 1, 0.1, 0.3), (128, 4, 0.0, 0.0), (500, 16, 0.05, 0.0)],
@@ -206,6 +207,7 @@ def test_the_page_holds_what_was_found_and_no_text_acts_in_it(here: Path) -> Non
     assert len(page) < 60_000
 
 
+@pytest.mark.slow
 def test_a_model_is_evaluated_as_what_it_is_compared_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agentrl.evaluate(small(), splits=["test"], samples=2, keep="first")
     assert main.run(["compare", "first", "tiny"]) == 0

@@ -85,6 +85,7 @@ def test_the_table_shows_every_split_and_figure(evaluation: Evaluation) -> None:
     assert "pass@1" not in said  # that is the accuracy
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.json"
     arguments = ["eval", RECIPE, *SMALL, "--split", "large", "--samples", "2", "--json", str(file)]

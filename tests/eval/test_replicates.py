@@ -50,6 +50,7 @@ def drawn(rng: np.random.Generator, seeds: int, tasks: int, spread: float, shift
     return side(0.0), side(shift)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("spread", [0.0, 0.02, 0.1])
 @pytest.mark.parametrize("seeds", [2, 3, 10])
 def test_false_alarms_are_rare_and_intervals_hold_the_truth(seeds: int, spread: float) -> None:

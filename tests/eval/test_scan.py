@@ -171,6 +171,7 @@ def test_a_scanner_of_a_stranger_ends_nothing(
     assert re.search(words, "\n".join(scan.notes))
 
 
+@pytest.mark.slow
 def test_scanners_of_ones_own_and_floods(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (run / "own_scanners.py").write_text(OWN)
     monkeypatch.syspath_prepend(run)

@@ -69,6 +69,7 @@ def test_runs_of_a_folder_are_put_together_by_a_key(here: Path, capsys: pytest.C
     assert "all runs have the same (train.steps=100)" in refused(capsys, "compare", "runs", "--by", "train.steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -48,6 +48,7 @@ def test_the_interval_widens_as_fewer_outcomes_differ() -> None:
     assert highs[1] > 0.75 * highs[0]
 
 
+@pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize(("tasks", "samples"), [(128, 1), (16, 3), (64, 3), (16, 8), (64, 8)])
 @pytest.mark.parametrize("accuracy", [0.1, 0.5, 0.95])

@@ -75,6 +75,7 @@ def made_pairs(tokenizer: Any, folder: Path, rows: list[Any]) -> list[Pair]:
     return PairReader(tokenizer, 1024).read(RewardModelSection(source=(str(write_lines(folder / "p.jsonl", rows)),)))
 
 
+@pytest.mark.slow
 def test_a_feature_is_learned_and_the_run_folder_says_so(tmp_path: Path) -> None:
     source, console = write_lines(tmp_path / "pairs.jsonl", many(96)), quiet()
     recipe = make_recipe(source, tmp_path / "run", batch=16, lr=1e-3, held_out=0.2)
@@ -113,6 +114,7 @@ def test_rewards_model_gives_the_scores_of_the_trainer(tmp_path: Path) -> None:
     assert wanted.std() > 0.01
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tokens", [10_000, 200, 1])
 def test_loss_and_gradient_are_those_of_pairs_one_at_a_time(start: Any, tmp_path: Path, tokens: int) -> None:
     model, tokenizer = start

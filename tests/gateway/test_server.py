@@ -363,6 +363,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("asked", ASKED)
 async def test_images_that_cannot_be_taken_are_refused_in_the_dialects_own_form(asked: Any) -> None:
     endpoint = Scripted(TEXT)
@@ -499,6 +500,7 @@ PROMPTS: list[tuple[Any, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("prompt", "taken"), PROMPTS, ids=[str(p) for p, _ in PROMPTS])
 async def test_completions_by_the_openai_sdk(prompt: Any, taken: Any, stream: bool) -> None:
@@ -685,6 +687,7 @@ async def test_a_strict_tool_is_counted_and_a_legacy_call_is_a_call() -> None:
     assert call.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_reference_to_an_item_stands_for_the_item(stream: bool) -> None:
     """As SDKs send them that rely on answers being stored."""
@@ -812,6 +815,7 @@ async def test_a_compressed_body_is_read_as_far_as_it_may_be_long(name: str) -> 
             assert ("error" in found) == (status != 200)
 
 
+@pytest.mark.slow
 async def test_a_body_that_comes_byte_by_byte_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "READ_SECONDS", 0.05)
     async with served(Scripted(TEXT)) as (url, key):
@@ -908,6 +912,7 @@ SPOKEN = [
 ]
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("hear", [heard_in_chat, heard_in_responses, heard_in_messages])
 @pytest.mark.parametrize(("message", "spoken"), SPOKEN, ids=[str(i) for i in range(len(SPOKEN))])
 async def test_text_comes_while_it_is_sampled(message: Any, spoken: Any, hear: Any) -> None:

@@ -43,6 +43,7 @@ class Toy:
         self.actor = ToyActor(recipe, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [{}, {"mini_batches": 2, "epochs": 2}])
 def test_it_learns_what_ours_learns(train: dict[str, int]) -> None:
     recipe, groups = make_recipe(**train), make_groups(REWARDS)

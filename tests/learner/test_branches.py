@@ -107,6 +107,7 @@ def test_a_rollout_that_trains_nothing_still_counts_in_its_group() -> None:
     assert set(batch.tokens["advantages"].tolist()) == {0.0, 0.5}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -165,6 +166,7 @@ def copied(t: Trajectory) -> Trajectory:
     return made
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
 def test_branches_are_trained_as_if_their_context_had_been_repeated(aggregation: str, loss: str) -> None:
@@ -226,6 +228,7 @@ def test_a_tree_that_does_not_hold_together_is_refused(change: dict[str, Any], s
         check_invariants(replace(tree([(-1, 5, 3)]), **change))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tokens", [4096, 20])
 @pytest.mark.parametrize("loss", [{"loss": "gspo"}, {"off_policy": "sequence_tis", "off_policy_cap": 1e9}], ids=str)
 def test_the_size_of_a_micro_batch_changes_nothing_where_a_loss_compares_whole_rollouts(

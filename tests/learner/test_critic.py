@@ -96,6 +96,7 @@ def gradients(model: ValueModel) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("budget", [10_000, 40])
 @pytest.mark.parametrize("kind", [BlockValues, ModuleValues, SequenceValues])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
@@ -338,6 +339,7 @@ def test_confidence_features_are_of_the_sampled_tokens_before_each() -> None:
     assert not found[8:].any()  # of a sample's first token, whatever the sample before it
 
 
+@pytest.mark.slow
 def test_what_an_unlikely_token_costs_is_foreseen_within_some_updates(folder: Path) -> None:
     """Samples with one token of probability 0.05 earn 0, the others 1: ids tell nothing, what the policy thought does.
     Foreseen, as the metric has it, on samples that were not learned from."""

@@ -59,6 +59,7 @@ def plain_loss(model: Any, groups: list[Group], aggregation: str, top_entropy: f
     return loss
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
 def test_the_gradient_is_that_of_the_formula(aggregation: str) -> None:
     groups, model = make_groups(REWARDS), make_model().eval()
@@ -70,6 +71,7 @@ def test_the_gradient_is_that_of_the_formula(aggregation: str) -> None:
     assert metrics["train/loss"] == pytest.approx(float(wanted.detach()), abs=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -327,6 +329,7 @@ def test_the_recipe_says_the_course_of_the_rate() -> None:
     assert min(rates[1:]) > 1e-4
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
     groups = [make_groups(REWARDS, seed) for seed in range(4)]

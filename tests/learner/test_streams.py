@@ -69,6 +69,7 @@ def gradient(batch: Batch, **train: Any) -> tuple[torch.Tensor, MicroBatchMetric
     return (metrics := actor.update(batch, 1e-3), found[0])[1], metrics
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("streams", [("imitate",), ("distill",), ("imitate", "distill")], ids="+".join)
 @pytest.mark.parametrize("tokens", [16384, 60])
 def test_the_gradient_of_a_stream_is_that_of_its_formula(streams: tuple[str, ...], tokens: int) -> None:
@@ -197,6 +198,7 @@ def logits_of(model: Any, batch: Batch) -> torch.Tensor:
     return torch.cat(rows)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("form", ["full", "top_k", "sampled"])
 def test_a_local_teacher_says_what_transformers_says(form: str, tmp_path: Path) -> None:
     teacher, batch = teacher_of(tmp_path), Batch.from_groups(GROUPS)

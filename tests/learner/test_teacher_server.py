@@ -115,6 +115,7 @@ async def asked(stand_in: StandIn, **section: Any) -> None:
         await asyncio.to_thread(check_teacher, (stand_in.model, stand_in.tokenizer), **{"path": url, **section})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("kind", "form"),
     [("sglang", "sampled"), ("sglang", "top_k"), ("vllm", "sampled"), ("vllm", "top_k"), ("openai", "sampled")],

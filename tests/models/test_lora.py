@@ -99,6 +99,7 @@ def test_every_forward_gives_the_modules_log_probs_and_gradients(model: Any, way
     assert {id(p) for p in model.parameters() if p.grad is not None} == own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [BlockForward, ModuleForward])
 def test_deep_trees_with_an_adapter_and_without(model: Any, way: Any) -> None:
     """The adapter's gradients are those of the plain module; with it off, log-probs are the reference's."""

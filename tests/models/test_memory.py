@@ -52,6 +52,7 @@ def test_parameters_are_counted_without_loading_them(folder: Path) -> None:
     assert plan.cache_token == 2 * 24 * 2 * 64 * 2
 
 
+@pytest.mark.slow
 def test_the_embedded_model_is_counted_right() -> None:
     plan = plan_memory(Recipe.model_validate({"algorithm": {"kl_coef": 0.1}}))
     model, _ = load_model(Recipe().model)
@@ -330,6 +331,7 @@ def test_what_cannot_be_read_keeps_check_from_nothing_else(
     assert "missing: engine sglang" in said.out
 
 
+@pytest.mark.slow
 def test_the_recipe_of_eight_gpus_says_what_each_needs(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,6 +367,7 @@ def test_a_gpu_that_is_too_small_is_said(
     assert "on this machine (" not in said
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("share", "size", "crowded"), [(0.6, 2, True), (0.1, 4, False), (0.6, 400, False)])
 def test_a_server_that_finds_too_little_beside_the_trainer_is_said(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,

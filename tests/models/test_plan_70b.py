@@ -218,6 +218,7 @@ def row(*cells: str) -> str:
 TABLES = (memory_rows, serving_rows, traffic_rows, besides_rows, work_rows, sampling_rows, choice_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", TABLES)
 def test_the_tables_say_what_the_functions_compute(rows: Any) -> None:
     missing = [line for line in rows() if line not in PAGE.splitlines()]

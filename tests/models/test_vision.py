@@ -49,6 +49,7 @@ def trajectories(model):
     ]
 
 
+@pytest.mark.quick_cases(2)
 def test_logits_are_those_of_transformers(any_model):
     model = any_model
     ids, spans = sequence(model, text(5), SQUARE, text(4), WIDE, TALL, text(3), SQUARE, text(6))
@@ -67,6 +68,7 @@ def test_logits_are_those_of_transformers(any_model):
     assert (both[0][-1] - both[1][-1]).abs().max() > 0.01, "the picture is read"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("any_model", [kind for kind in KINDS if kind not in (*GEMMAS, *RECURRENT)], indirect=True)
 def test_packed_and_separate_sequences_agree_with_their_gradients(any_model):
     model = any_model
@@ -253,6 +255,7 @@ async def test_an_engine_of_a_model_that_reads_text_takes_no_images(model):
     assert STORE.holds(STORE.put(SQUARE))
 
 
+@pytest.mark.quick_cases(1)
 def test_what_is_saved_is_loaded_by_transformers_and_by_us(any_model, tmp_path):
     from transformers import AutoModelForImageTextToText
 

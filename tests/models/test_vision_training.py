@@ -72,6 +72,7 @@ def recipe(folder: Path, **sections: Any) -> Recipe:
     return Recipe.model_validate({"model": model, "train": train, **sections})
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("section", [{}, {"lora": BOTH}, {"freeze": ["vision"]}])
 def test_layers_computed_again_give_the_same_gradients(section: dict[str, Any], folder: Path) -> None:
     """Those of the tower, and the language model's, to which deeper features are added between layers."""
@@ -88,6 +89,7 @@ def test_layers_computed_again_give_the_same_gradients(section: dict[str, Any], 
     assert any("visual" in name for name in wanted) == trained
 
 
+@pytest.mark.slow
 def test_an_adapter_leaves_the_tower_alone_unless_it_is_asked_for(folder: Path) -> None:
     language = lora.layers(load(folder, lora=ADAPTED))
     both = lora.layers(load(folder, lora=BOTH))
@@ -146,6 +148,7 @@ async def test_the_engine_samples_with_the_adapter_as_it_is_now(folder: Path) ->
     await engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [{}, {"lora": ADAPTED}, {"lora": BOTH}])
 def test_the_reference_is_the_model_before_training(section: dict[str, Any], folder: Path) -> None:
     wanted = recipe(folder, model=section, algorithm={"kl_coef": 0.1})
@@ -182,6 +185,7 @@ GAE = {"algorithm": {"advantage": "gae"}}
 DISTILL = {"algorithm": {"streams": {"distill": 1}}}
 
 
+@pytest.mark.slow
 def test_a_critic_sees(folder: Path) -> None:
     """Its values are those of its module on separate sequences, and depend on the picture."""
     wanted = recipe(folder, **GAE, critic={"lr": 1e-2})

@@ -270,6 +270,7 @@ def test_a_file_that_is_not_text(tmp_path):
         load_recipe(tmp_path / "r.yaml")
 
 
+@pytest.mark.slow
 def test_deep_nesting_is_no_crash(write):
     with pytest.raises(UserError, match="nested too deeply"):
         load_recipe(write("x: " + "[" * 5000 + "]" * 5000))

@@ -807,6 +807,7 @@ async def then(driver: AgentDriver, what: str) -> Trajectory:
     return await driver.drive(driver.request(Task("t", {"then": what}), 0))
 
 
+@pytest.mark.slow
 async def test_a_process_does_many_rollouts_at_once_and_says_in_a_line_what_each_raised() -> None:
     seen: list[Any] = []
     all_here = asyncio.Barrier(8)
@@ -869,6 +870,7 @@ async def test_a_process_that_dies_or_hangs_fails_its_own_rollouts_and_is_replac
         assert (late.finish, seen[-1]) == (FinishReason.TIMEOUT, "at last")
 
 
+@pytest.mark.slow
 async def test_an_outcome_is_released_where_it_was_made(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     judged: list[str] = []
@@ -921,6 +923,7 @@ async def agents_sdk(task: Task, client: AgentClient, api: str) -> str:
     return str(found.final_output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_an_agent_of_the_openai_agents_sdk(api: str) -> None:
     seen: list[Outcome] = []

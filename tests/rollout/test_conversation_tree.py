@@ -74,6 +74,7 @@ def answered(tree: ConversationTree, chat: Chat, call: Call, text: str) -> Node:
     return node
 
 
+@pytest.mark.quick_cases(10)
 @pytest.mark.parametrize("name", sorted(name for name, text in trl_templates().items() if shows_tools(text)))
 def test_an_agent_that_sends_its_history_back_goes_on_from_what_was_sampled(name: str) -> None:
     chat = load_chat(make_tokenizer(trl_templates()[name]), model_path="nowhere", kind="bridge", tools=[CALCULATOR])

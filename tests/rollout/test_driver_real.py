@@ -129,6 +129,7 @@ def test_the_local_engines_logprobs_are_the_models_own(model, tokenizer):
         assert torch.allclose(own[sampled], engines[sampled], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_step(model, tokenizer):
     def tokens(seed):
         return [t.ids.tolist() for g in rolled_out(model, tokenizer, seed) for t in g.trajectories]

@@ -96,6 +96,7 @@ class Held:
 SHAPES = [(9, [12, 5, 1, 7]), (4, [3]), (15, [30, 2]), (1, [6, 0, 6])]
 
 
+@pytest.mark.quick_cases(8)
 @pytest.mark.parametrize("tokens", [10_000, 40, 1])
 @pytest.mark.parametrize("pad", [None, 0, 7])
 @pytest.mark.parametrize(
@@ -113,6 +114,7 @@ def test_scores_are_those_of_single_sequences(family: str, way: Any, pad: int | 
     np.testing.assert_allclose(found, separate(model, rows), atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(0, 15), min_size=1, max_size=5)), max_size=5),

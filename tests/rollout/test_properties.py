@@ -5,6 +5,7 @@ import asyncio
 import random
 
 import numpy as np
+import pytest
 from agentrl_tools.delegate import Delegate
 from fakes import ROLES, TASK, CharChat, Echo, Env, Hooks, ScriptedEngine, call, logprob, make_driver, rng_text
 from hypothesis import given, settings
@@ -75,6 +76,7 @@ def check(t, engine, limits):
     assert t.turns[-1].end == len(known)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(TURNS, LIMITS, st.integers(0, 99))
 def test_ids_mask_and_logprobs_agree_however_it_ends(turns, limits, seed):
@@ -96,6 +98,7 @@ BRANCHING = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(BRANCHING, LIMITS, st.integers(0, 99), st.integers(30, 250), st.integers(1, 3), st.integers(100, 3000))
 def test_every_path_of_a_rollout_that_branches_is_what_the_engine_saw_and_said(turns, limits, seed, at, depth, total):
@@ -148,6 +151,7 @@ def test_hooks_are_closed_and_tokens_kept_when_it_is_stopped_at_any_moment(turns
     assert engine.finished[request.id] == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(TURNS, st.integers(0, 99), st.lists(st.floats(0, 0.004), max_size=6))
 def test_a_request_that_is_aborted_and_driven_on_ends_with_whole_turns(turns, seed, moments):

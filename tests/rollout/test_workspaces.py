@@ -94,6 +94,7 @@ async def played(provider: Counted, env: Env, n: int = 4, ready: int = 8, **limi
     return await roll_out(driver, TASKS, n), workspaces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ready", [0, 8])
 async def test_a_task_is_prepared_once_and_its_samples_start_from_that(provider: Counted, ready: int) -> None:
     env = Prepared(calc_reward=_number)
@@ -105,6 +106,7 @@ async def test_a_task_is_prepared_once_and_its_samples_start_from_that(provider:
     assert provider.bwrap.state is None
 
 
+@pytest.mark.slow
 async def test_what_a_rollout_changed_is_kept_and_others_do_not_see_it(provider: Counted) -> None:
     async def change(session: Any) -> Any:
         assert [one.path for one in await session.workspace.listing()] == ["n.txt"]

@@ -97,6 +97,7 @@ def test_what_a_page_names_is_there(page: str) -> None:
             assert any((place / path).exists() for place in PLACES), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", INSIDE)
 def test_every_name_that_a_page_about_the_inside_gives_is_in_the_source(page: str) -> None:
     sources = {path: path.read_text(encoding="utf-8") for place in PLACES[1:] for path in place.rglob("*.py")}
@@ -246,6 +247,7 @@ QWEN3 = {
 """The shape of Qwen3-0.6B, by its model card and configuration."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "row"),
     [

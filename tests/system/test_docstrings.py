@@ -4,7 +4,10 @@ import ast
 import functools
 from collections.abc import Iterator
 
+import pytest
 from paths import ROOT
+
+pytestmark = pytest.mark.slow
 
 FOLDERS = ("agentrl", "tools/agentrl_tools", "envs/agentrl_envs")
 RECORDS = {"NamedTuple", "TypedDict", "BaseModel", "dataclass"}

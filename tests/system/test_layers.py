@@ -92,6 +92,7 @@ def test_the_architecture_page_lists_the_rooms_in_their_order() -> None:
     assert tuple(re.findall(r"^\| `agentrl/(\w+)(?:/|\.py)` \|", page, re.M)) == ROOMS
 
 
+@pytest.mark.slow
 def test_imports_run_downwards_only() -> None:
     assert len(MODULES) > 80
     found = []
@@ -100,6 +101,7 @@ def test_imports_run_downwards_only() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other() -> None:
     modules = {f"agentrl.{place}": path for place, path in MODULES.items()} | PLUGINS
     imports = {place: own_imports(place, path, modules) for place, path in modules.items()}

@@ -39,6 +39,7 @@ def files(*folders: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in paths if path.parent.name != "__pycache__"}
 
 
+@pytest.mark.slow
 def test_it_holds_the_packages_and_recipes_and_no_tests(wheel):
     expected = files("agentrl") | {f"agentrl/{name}" for name in files("recipes")}
     expected |= {name.partition("/")[2] for name in files("tools", "envs")} | {"agentrl/view/metrics.md"}
@@ -56,6 +57,7 @@ def test_the_versions_for_sglang_are_the_tried_ones_but_for_its_torch():
     assert [line for line in theirs if line not in tried] == ["torch==2.14.1"]
 
 
+@pytest.mark.slow
 def test_the_source_distribution_holds_what_its_tests_read(tmp_path):
     folders = ("agentrl", "tools", "envs", "recipes", "tests", "docs", "examples", "benchmarks", "scripts", ".ci")
     expected = files(*folders) | {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "mkdocs.yml", "constraints.txt"}

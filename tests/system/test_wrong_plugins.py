@@ -56,6 +56,7 @@ def test_a_wrong_plugin_is_one_line(
     assert words in refused(capsys, ["train", recipe, f"output={tmp_path / 'run'}"])
 
 
+@pytest.mark.slow
 def test_what_is_right_goes_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = written(tmp_path, {"TOOL": "'wrong_plugins:Sums'"})
     assert refused(capsys, ["check", recipe]) == ""

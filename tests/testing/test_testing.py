@@ -540,6 +540,7 @@ SPOILED_AGENTS = {
 }
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(("words", "spoiled"), SPOILED_AGENTS.items())
 def test_each_broken_promise_of_an_agent_is_named(words, spoiled, monkeypatch):
     monkeypatch.setattr("agentrl.testing.agent_contract.END_SECONDS", 0.3)

@@ -118,6 +118,7 @@ async def test_a_server_that_stays_broken_raises(server: Server, status: int) ->
     await made.close()
 
 
+@pytest.mark.slow
 async def test_a_server_that_hangs_or_is_not_there_raises(server: Server) -> None:
     server.seconds = 5.0
     hung = judge(server, timeout=0.1, retries=1)

@@ -77,6 +77,7 @@ async def test_many_at_once_in_any_thread(reward: MathVerify) -> None:
     assert found == [1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("truth", "why"), [("", "holds no expression"), (SLOW, "took too long to read")])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_truth_that_cannot_be_read_raises(reward: MathVerify, truth: str, why: str) -> None:
@@ -109,6 +110,7 @@ async def test_a_process_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatc
     await reward.close()
 
 
+@pytest.mark.slow
 async def test_close_ends_what_is_going_on() -> None:
     before = _workers()
     reward = MathVerify(workers=2, seconds=30.0)

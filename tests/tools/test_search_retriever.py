@@ -86,6 +86,7 @@ async def test_what_may_pass_is_tried_again(server, search, failure):
     assert len(server.asked) == 6
 
 
+@pytest.mark.slow
 async def test_an_attempt_that_hangs_is_given_up_and_tried_again(server, search):
     tool = search(timeout=0.5, retries=1)
     server.script = lambda n: "hang" if n == 1 else None

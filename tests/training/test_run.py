@@ -303,6 +303,7 @@ WRONG_COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_wrong_command_is_refused_without_torch() -> None:
     code = (
         "import ast, sys; from agentrl.cli import main\n"

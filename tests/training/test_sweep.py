@@ -176,6 +176,7 @@ class Played(Processes):
         return True
 
 
+@pytest.mark.slow
 def test_optuna_is_told_what_its_proposals_come_to_and_repeats_none_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +262,7 @@ def steps(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in folder.glob("sweep/trials/*/checkpoints/step_*")]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_with_its_last_line(tmp_path: Path) -> None:
     said: list[str] = []
     trial = Trial(0, ("train.lr=-1",), tmp_path / "trials/001")

@@ -59,6 +59,7 @@ def test_reasons_choose_the_samples_that_they_name(tmp_path: Path) -> None:
     assert run["why"].keys() == {"eval_large_2.parquet", "eval_test_2.parquet", "step_2.parquet"}
 
 
+@pytest.mark.slow
 def test_it_does_not_grow_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_folder(tmp_path / "run")
     rows = [{"step": step, "reward/mean": 0.5} for step in range(10_000)] + [{"step": 10_000, "eval/test/accuracy": 1}]

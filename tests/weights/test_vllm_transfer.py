@@ -156,6 +156,7 @@ async def test_vllms_own_code_reads_it(name: str, vllm_venv: str, session: Any, 
     await twice(name, [worker], session, monkeypatch)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights"])
 @pytest.mark.parametrize("backend", ["ipc", "nccl"])
 async def test_a_server_that_fails_is_bad_and_nobody_waits(

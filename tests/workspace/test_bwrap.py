@@ -36,6 +36,7 @@ async def provider() -> AsyncIterator[BwrapProvider]:
     await made.close()
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize(
     "attack",
     [
@@ -286,6 +287,7 @@ def _sleepers() -> list[str]:
     return [line for line in listed.splitlines() if line.startswith("sleep 98765")]
 
 
+@pytest.mark.slow
 async def test_many_open_at_once(provider: BwrapProvider) -> None:
     opened = await asyncio.gather(*(provider.open(WorkspaceSpec()) for _ in range(50)))
     done = await asyncio.gather(*(one.exec(f"echo {n} > n; cat n") for n, one in enumerate(opened)))

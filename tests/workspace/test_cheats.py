@@ -144,6 +144,7 @@ async def test_it_pays_where_a_task_is_graded_in_place(begun: Begun, cheat: Chea
     assert await graded_in_place(begun, cheat) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "solution"), [("answer", ANSWER), ("program", PROGRAM)])
 async def test_a_wrong_solution_earns_nothing_and_is_no_cheat(begun: Begun, task: str, solution: str) -> None:
     wrong = await graded(begun, task, solution.replace("ERROR", "fine").replace("sum(", "max("))

@@ -147,6 +147,7 @@ def sent(image):
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
 
 
+@pytest.mark.slow
 async def test_a_busy_endpoint_is_asked_again_and_a_broken_one_fails_the_request():
     tries = Counter()
 

@@ -141,6 +141,7 @@ async def crowd(model: Any, greedy: bool, groups: int = 3, samples: int = 3, **o
     return engine
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("greedy", [True, False])
 async def test_tokens_and_logprobs_are_those_of_the_module(name: str, greedy: bool) -> None:
@@ -149,11 +150,13 @@ async def test_tokens_and_logprobs_are_those_of_the_module(name: str, greedy: bo
     assert type(engine.runner) is runner
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 async def test_a_batch_smaller_than_the_crowd(name: str) -> None:
     await crowd(MODELS[name][0](), True, groups=4, samples=4, max_batch=3)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("contexts", [1, 2.3])
 async def test_a_cache_too_small_for_all_evicts_and_retracts(contexts: float) -> None:
     model = MODELS["qwen3"][0]()
@@ -264,6 +267,7 @@ def test_a_step_is_compiled() -> None:
     assert isinstance(fused_step(), torch.jit.ScriptFunction)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
 async def test_products_of_other_cpus_and_steps_that_cannot_be_compiled(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ async def test_they_sample_what_one_process_samples(model: Any, engine: LocalEng
     await alone.close()
 
 
+@pytest.mark.slow
 async def test_the_same_seeds_and_number_give_the_same_to_the_last_bit(model: Any) -> None:
     found = []
     for _ in range(3):

@@ -110,6 +110,7 @@ async def test_a_dead_server_leaves_its_requests_to_another(parts: Any, expected
     assert [first.url in line for line in said if "taken out" in line] == [True]
 
 
+@pytest.mark.slow
 async def test_a_server_comes_back(parts: Any, expected: Generation) -> None:
     async with served(parts, ("die", 1), count=2) as (engine, (first, _), said):
         same(await engine.generate(PROMPT, GREEDY, "a"), expected)
@@ -239,6 +240,7 @@ async def test_a_conversation_stays_where_its_prefix_is(parts: Any) -> None:
             assert len({ids[0] for ids in server.asked}) == 3
 
 
+@pytest.mark.slow
 async def test_bound_of_requests_in_flight(parts: Any) -> None:
     async with served(parts, count=2, max_batch=3) as (engine, servers, _):
         made = await asyncio.gather(*(engine.generate(PROMPT, Sampling(12), f"{i}") for i in range(40)))
@@ -246,6 +248,7 @@ async def test_bound_of_requests_in_flight(parts: Any) -> None:
         assert [s.most for s in servers] == [3, 3]
 
 
+@pytest.mark.slow
 async def test_abort_while_waiting_for_room(parts: Any) -> None:
     async with served(parts, ("hang", 0), max_batch=1) as (engine, _, _):
         first = asyncio.create_task(engine.generate(PROMPT, GREEDY, "a"))

@@ -83,6 +83,7 @@ async def test_a_server_that_was_restarted_is_given_base_and_newest_adapter() ->
         assert second.calls["/update_weights_from_tensor"] == first.calls["/update_weights_from_tensor"] - 1
 
 
+@pytest.mark.slow
 async def test_an_adapter_that_a_server_has_lost_is_not_silently_the_base() -> None:
     model = adapted()
     stir(model, 1)
@@ -119,6 +120,7 @@ class Elsewhere(WeightSource):
         self.publisher = Publisher(model)
 
 
+@pytest.mark.slow
 async def test_a_shape_waits_for_its_trainer() -> None:
     """The controller of a cluster holds no weights: who does sends the base, where that is not known, and adapters."""
     shape, _ = load_skeleton(ModelSection())

@@ -56,6 +56,7 @@ def test_a_server_on_a_network_asks_for_a_key() -> None:
     assert plan("127.0.0.1:6379").key is None
 
 
+@pytest.mark.slow
 def test_a_key_of_the_recipe_or_the_environment_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(api_key="abc").key == "abc"
     assert Settings(urls=("http://a:1",)).key(None) is None

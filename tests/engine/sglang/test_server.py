@@ -70,6 +70,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stop", "kill"])
 async def test_what_it_named_in_shared_memory_is_gone_with_it(tmp_path: Path, how: str) -> None:
     """Python's tracker removes what it knows of, where it is not killed as well; the supervisor what SGLang leaves."""

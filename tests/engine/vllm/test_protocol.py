@@ -84,6 +84,7 @@ async def test_a_piece_goes_wrong(parts: Any, expected: Generation, kind: str, a
     assert server.asked == [PROMPT, PROMPT + expected.ids[: 4 * after]]
 
 
+@pytest.mark.slow
 async def test_what_was_told_is_not_taken_back_when_weights_change(parts: Any, expected: Generation) -> None:
     """Of a request that ends early while new weights come, the tokens from before stay; no others were told."""
     told: list[int] = []
@@ -98,6 +99,7 @@ async def test_what_was_told_is_not_taken_back_when_weights_change(parts: Any, e
     assert server.asked == [PROMPT, PROMPT + expected.ids[:8]]
 
 
+@pytest.mark.slow
 async def test_a_dead_server_leaves_its_requests_to_another(parts: Any, expected: Generation) -> None:
     async with served(parts, ("die", 2), count=2) as (engine, (_, second), said):
         for one in await asyncio.gather(*(engine.generate(PROMPT, GREEDY, f"{i}") for i in range(8))):

@@ -2,11 +2,12 @@
 
 import re
 import sys
+from itertools import pairwise
 from random import Random
 
 import pytest
 from agentrl_envs.random_tools.environment import RandomTools
-from agentrl_envs.random_tools.lessons import make_lesson
+from agentrl_envs.random_tools.lessons import ERRANDS, make_lesson
 from fakes import call, make_driver
 from paths import ROOT
 
@@ -49,9 +50,9 @@ def script_of(said, write=call):
     ]
 
 
-@pytest.mark.parametrize("split", ["train", "validation", "test"])
-async def test_demonstrations_are_paid_and_say_what_the_tools_say(split):
-    env = RandomTools()
+@pytest.mark.parametrize(("split", "errands"), [("train", 0.0), ("train", 1.0), ("validation", 0.0), ("test", 0.0)])
+async def test_demonstrations_are_paid_and_say_what_the_tools_say(split, errands):
+    env = RandomTools(errands=errands)
     for task in env.tasks(split)[:40]:
         said = env.demonstrate(task, Random(0), "clean")
         trajectory = await play(env, task, script_of(said))
@@ -114,12 +115,37 @@ def test_a_task_is_always_the_same_and_no_two_splits_share_one():
     assert RandomTools(seed=1).tasks("test")[0].data == env.tasks("test")[0].data
 
 
+def words_of(text):
+    return set(re.findall(r"\w+", text.lower()))
+
+
+def test_what_an_errand_says_is_in_the_description_of_the_tool_that_is_called():
+    for i in range(50):
+        lesson = make_lesson(f"errands/{i}", errands=1.0)
+        described = {tool.name: words_of(tool.description) for tool in lesson.tools}
+        said, state = lesson.play()
+        assert lesson.solved(state)
+        assert 2 <= len(described) <= 6
+        calls = 0
+        for before, message in pairwise([*lesson.opening(), *said]):
+            for called in message.get("tool_calls", ()):
+                shared = {name: len(words & words_of(before["content"])) for name, words in described.items()}
+                assert called["function"]["arguments"] == {}
+                assert shared[called["function"]["name"]] >= 2
+                calls += 1
+        assert calls == ERRANDS
+        assert len(lesson.requests) < ERRANDS
+
+
 @pytest.mark.slow
 def test_no_tool_and_no_argument_of_the_test_split_is_in_a_lesson(lessons):
-    tools, arguments = names(lessons)
-    own_tools, own_arguments = names([make_lesson(f"random_tools/test/0/{i}", held_out=True) for i in range(512)])
-    assert not tools & own_tools
-    assert own_arguments & arguments <= {"name", "key", "which"}
+    errands = [make_lesson(f"random_tools/train/0/{i}", errands=1.0) for i in range(LESSONS)]
+    tools, arguments = names([*lessons, *errands])
+    for share in (0.0, 1.0):
+        own = [make_lesson(f"random_tools/test/0/{i}", held_out=True, errands=share) for i in range(512)]
+        own_tools, own_arguments = names(own)
+        assert not tools & own_tools
+        assert own_arguments & arguments <= {"name", "key", "which"}
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ KEPT = 4096  # lessons that are remembered
 
 
 @lru_cache(KEPT)
-def lesson_of(split: str, index: int, seed: int, drills: float = DRILLS) -> Lesson:
+def lesson_of(split: str, index: int, seed: int, drills: float = DRILLS, errands: float = 0.0) -> Lesson:
     """The lesson of a task. Those of `test` are of words that no other has."""
-    return make_lesson(f"random_tools/{split}/{seed}/{index}", split == "test", drills)
+    return make_lesson(f"random_tools/{split}/{seed}/{index}", split == "test", drills, errands)
 
 
 def _task(split: str, index: int, seed: int) -> Task:
@@ -29,19 +29,19 @@ def _task(split: str, index: int, seed: int) -> Task:
 class RandomTools(Environment):
     """Requests that take one to three calls each, of tools that no other task has; up to eight follow each other.
 
-    source: `generated`, which is all there is. seed: of the training tasks. drills: share of tasks that are many short
-    requests to the same tools. Rewards: `answer`, 1 where each answer has
-    what was asked for, after exactly the changes that were wanted. Tools of the split `test` have no word in common
-    with those of the others.
+    source: `generated`, which is all there is. seed: of the training tasks. errands: share of tasks that are chains of
+    commands without arguments. drills: share of the rest that are many short requests to the same tools. Rewards:
+    `answer`, 1 where each answer has what was asked for, after exactly the changes that were wanted. Tools of the split
+    `test` have no word in common with those of the others.
     """
 
     name = "random_tools"
     reward_parts = ("answer",)
     splits = ("validation", "test")
 
-    def __init__(self, source: str = "generated", seed: int = 0, drills: float = DRILLS) -> None:
+    def __init__(self, source: str = "generated", seed: int = 0, drills: float = DRILLS, errands: float = 0.0) -> None:
         check_generated(self, source)
-        self._seed, self._drills = seed, drills
+        self._seed, self._drills, self._errands = seed, drills, errands
 
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)
@@ -49,7 +49,7 @@ class RandomTools(Environment):
 
     def lesson(self, task: Task) -> Lesson:
         """The world of a task."""
-        return lesson_of(task.data["split"], task.data["index"], task.data["seed"], self._drills)
+        return lesson_of(task.data["split"], task.data["index"], task.data["seed"], self._drills, self._errands)
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         return self.lesson(task).tools

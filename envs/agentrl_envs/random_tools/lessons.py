@@ -15,6 +15,8 @@ DRILLS = 0.3
 """Share of lessons with many short requests to the same tools: from them it learns which tool is meant."""
 PLAIN = 0.15
 """Share of lessons with one tool, one call and nothing else: from them a model learns soonest that it has to copy."""
+ERRANDS = 12
+"""Commands of a lesson of errands."""
 SCATTERED = 0.5
 """Share of requests whose parts stand between any common words."""
 Call = tuple[RandomTool, dict[str, Json]]
@@ -127,15 +129,18 @@ SYSTEMS = ("You are a helpful assistant.", "Use the tools.", "You work for {pers
 class Teacher:
     """Makes the lessons of one world."""
 
-    def __init__(self, rng: Random, held_out: bool, drills: float) -> None:
-        self.rng, self.world, self.drills = rng, World(rng, held_out), drills
+    def __init__(self, rng: Random, held_out: bool, drills: float, errands: float) -> None:
+        self.rng, self.world, self.drills, self.errands = rng, World(rng, held_out), drills, errands
         self.tools: list[RandomTool] = []
         self.calls: list[Call] = []
         self.changes: list[list[Json]] = []
 
     def lesson(self) -> Lesson:
         """A lesson of one of the kinds."""
-        rng, form = self.rng, self.rng.random()
+        rng = self.rng
+        if self.errands and rng.random() < self.errands:
+            return Lesson(self.tools, self._errands())
+        form = rng.random()
         if form < (1 - self.drills) * PLAIN:
             return Lesson(self.tools, [self._request(rng.choice((Teacher.ask, Teacher.act, Teacher.work_out)))])
         if form > 1 - self.drills:
@@ -149,6 +154,43 @@ class Teacher:
         self._distract()
         rng.shuffle(self.tools)
         return self._framed(requests)
+
+    def _errands(self) -> list[Request]:
+        """Commands to the same tools, where most results are the next command. A call takes no arguments and no answer,
+        so that the choice of a tool is most of what there is to learn."""
+        rng, words, world, results = self.rng, self.world.words, self.world, list[str]()
+        nouns = [words.short(w.NOUNS) for _ in range(rng.randint(1, 3))]
+        tools: list[tuple[RandomTool, list[str]]] = []
+
+        def tool(name: str, description: str) -> RandomTool:
+            def work(state: State, given: Mapping[str, Json]) -> str:
+                state.changes.append([name, {}])
+                return results[min(len(state.changes), len(results)) - 1]
+
+            return self._add(RandomTool(name, description, {}, [], work))
+
+        for _ in range(rng.randint(2, MOST_TOOLS)):
+            verb, noun = words.short(w.VERBS, world.used), rng.choice(nouns)
+            parts = [verb, noun] + [words.short(w.ADJECTIVES)] * (rng.random() < 0.5)
+            parts = [part.replace("_", " ") for part in parts]
+            unlike = (words.short(w.FINDERS), words.short(w.ARGUMENTS))
+            name = world.name(*rng.choices(((verb, noun), (verb,), unlike), (6, 2, 2))[0])
+            if rng.random() < 0.3:
+                description = f"{parts[0].capitalize()} the {' '.join(parts[:0:-1])}."
+            else:
+                description = " ".join(
+                    word for part in rng.sample(parts, len(parts)) for word in (*self._common(rng.randint(0, 1)), part)
+                )
+            tools.append((tool(name, description), parts))
+        requests: list[Request] = []
+        while (left := ERRANDS - len(results)) > 0:
+            chain = rng.choices(tools, k=min(left, rng.randint(2, 8)))
+            texts = [self._scattered(*(parts if rng.random() < 0.6 else parts[:2]), most=1) for _, parts in chain]
+            value = json_text(rng.choice(w.RESULTS)(rng))
+            results += [*texts[1:], value]
+            calls: list[Call] = [(tool, {}) for tool, _ in chain]
+            requests.append(Request(texts[0], calls, value, [value], [[tool.name, {}] for tool, _ in chain]))
+        return requests
 
     def _drill(self) -> list[Request]:
         """Short requests to the same tools, some of which are for the same things: about one for each tool."""
@@ -199,12 +241,15 @@ class Teacher:
     def _short_answer(self, value: str) -> str:
         return value if self.world.style == "bare" else f"It is {value}."
 
-    def _scattered(self, *parts: str) -> str:
-        """A request that says all parts, in any order, between common words."""
+    def _common(self, count: int) -> list[str]:
+        return self.rng.choices(w.COMMON, k=count)
+
+    def _scattered(self, *parts: str, most: int = 3) -> str:
+        """A request that says all parts, in any order, between common words: at most so many before each."""
         rng, said = self.rng, list[str]()
         for part in rng.sample(parts, len(parts)):
-            said += [*rng.choices(w.COMMON, k=rng.choice((0, 1, 1, 2, 3))), part]
-        said += rng.choices(w.COMMON, k=rng.choice((0, 0, 1, 2)))
+            said += [*self._common(min(most, rng.choice((0, 1, 1, 2, 3)))), part]
+        said += self._common(min(most, rng.choice((0, 0, 1, 2))))
         text = " ".join(said) + rng.choice(("?", ".", "!", "", ", please."))
         return text[0].upper() + text[1:] if rng.random() < 0.85 else text
 
@@ -516,6 +561,7 @@ KINDS: Mapping[Callable[[Teacher], tuple[str, str, list[str]]], float] = {
 """Kinds of lessons, with their relative frequencies."""
 
 
-def make_lesson(seed: str, held_out: bool = False, drills: float = DRILLS) -> Lesson:
-    """The lesson of a seed; with `held_out`, of words that no other lesson has. drills: share of lessons that are."""
-    return Teacher(Random(seed), held_out, drills).lesson()
+def make_lesson(seed: str, held_out: bool = False, drills: float = DRILLS, errands: float = 0.0) -> Lesson:
+    """The lesson of a seed; with `held_out`, of words that no other lesson has. errands: share of lessons that are;
+    drills: share of the rest."""
+    return Teacher(Random(seed), held_out, drills, errands).lesson()

@@ -6,6 +6,7 @@ Every third real word is kept for the split `test`, so that its tools have no na
 from collections.abc import Callable, Sequence
 from functools import cache
 from random import Random
+from zlib import crc32
 
 
 def _each(words: str) -> list[str]:
@@ -121,14 +122,17 @@ WEEKDAYS = _each("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 ONSETS = _each("b c d f g h j k l m n p r s t v w z br ch cl cr dr fl gr kl pl pr sh sk sl sp st th tr")
 VOWELS = _each("a e i o u ai ea ee io oo ou")
 ENDINGS = ["", "", "", "l", "n", "r", "s", "t", "m", "x", "nd", "rk", "st", "ck", "ng", "ll"]
-HELD_OUT_ENDINGS = ["umb", "iff", "osk", "ult", "ep"]
 INVENTED = (0.2, 0.6, 1.0)  # shares of words that no list holds, one of which each world has
 UNKNOWN = 0.35  # that of values
+SHORT = 0.7  # that of a few letters, where a lesson asks for such
 
 NAMING = (NOUNS, VERBS, GETTERS, FINDERS, ATTRIBUTES, ARGUMENTS, FLAGS, CHOICES, ADJECTIVES)
 """Lists whose words name tools and arguments, and choices."""
 HELD_OUT = 3
 """Every third word of a list is kept for the split `test`, unless another list gives it to the lessons."""
+INVENTED_HELD_OUT = 4
+"""Every fourth of the words that no list holds is, too. Nothing else sets them apart: endings of their own, say, would
+stand in all tools of a task, and be what is hard about it."""
 REAL = frozenset(word for words in NAMING for word in words)
 TAUGHT = frozenset(word for words in NAMING for i, word in enumerate(words) if i % HELD_OUT)
 
@@ -175,7 +179,7 @@ def _piece(rng: Random) -> str:
     return word[start : start + rng.randint(1, 6)].strip("_").replace("_", "")
 
 
-def invented(rng: Random, ending: str = "") -> str:
+def invented(rng: Random) -> str:
     """A word that nobody knows: of syllables, of pieces of real words, of letters that follow each other in English, or
     of any letters."""
     form = rng.random()
@@ -191,7 +195,12 @@ def invented(rng: Random, ending: str = "") -> str:
         made = made.strip()
     else:
         made = "".join(rng.choice("abcdefghijklmnopqrstuvwxyzaeiou") for _ in range(rng.randint(2, 7)))
-    return invented(rng, ending) if made in REAL or not made else made + ending
+    return invented(rng) if made in REAL or not made else made
+
+
+def _short(rng: Random) -> str:
+    made = _piece(rng)[:4]
+    return _short(rng) if made in REAL or len(made) < 2 else made
 
 
 class Words:
@@ -205,14 +214,28 @@ class Words:
         """A word of a list's own side, or an invented one; not one of `used`, to which it is added."""
         own = _own(next(i for i, known in enumerate(NAMING) if known is words), self.held_out)
         for _ in range(50):
-            if self.rng.random() < self.invented:
-                word = invented(self.rng, self.rng.choice(HELD_OUT_ENDINGS) if self.held_out else "")
-            else:
-                word = self.rng.choice(own)
+            word = self._invented(invented) if self.rng.random() < self.invented else self.rng.choice(own)
             if used is None or word not in used:
                 break
         if used is not None:
             used.add(word)
+        return word
+
+    def short(self, words: Sequence[str], used: set[str] | None = None) -> str:
+        """A word as `of` gives it, most often an invented one of a few letters."""
+        if self.rng.random() >= SHORT:
+            return self.of(words, used)
+        word = self._invented(_short)
+        if used is not None:
+            if word in used:
+                return self.of(words, used)
+            used.add(word)
+        return word
+
+    def _invented(self, make: Callable[[Random], str]) -> str:
+        """A word that nobody knows, of this side: a checksum of its letters tells the sides apart."""
+        while (crc32((word := make(self.rng)).encode()) % INVENTED_HELD_OUT == 0) != self.held_out:
+            pass
         return word
 
 

@@ -6,8 +6,10 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -52,8 +54,10 @@ def check_trainer(
     model and in the order of the batch; the weights it gives out are whole, by the names of the Hugging Face model, and
     its own, before and after an update; an update counts, moves the weights as ours does, and takes nothing from tokens
     whose mask is 0; what it saves is a Hugging Face model, and gives the same log-probs and the same next update; a
-    folder without a checkpoint is refused as a UserError of one line; `close` can be called twice. Servers are not
-    tried.
+    folder without a checkpoint is refused as a UserError of one line; `close` can be called twice. A publisher, where
+    `weights()` has one, sends those weights through files to a stand-in for an SGLang server, which is paused meanwhile
+    and told the step; a server that fails is in the result, and takes the next update; it sleeps and wakes, or the
+    publisher says why not. Other transports and real servers are not tried.
     """
     __tracebackhide__ = True
     folder = Path(tempfile.mkdtemp(prefix="agentrl-check-"))
@@ -84,6 +88,7 @@ def _check(name: str, path: str, cluster: Mapping[str, Any], updates: int, toler
         contract.moves(tolerance)
         contract.resumes(folder, tolerance)
         contract.learns(updates, tolerance)
+        contract.sends()
         contract.refuses(folder)
     finally:
         contract.call("close", host.close)
@@ -259,6 +264,60 @@ class _Contract:
             f"moved in the last {updates}",
         )
 
+    def sends(self) -> None:
+        """Check the publisher, where there is one, against a stand-in for a server."""
+        from agentrl.weights.request import WeightRequest, WeightResult
+
+        given = self.weights()
+        source = self.call("weights", self.host.weights)
+        if source is None or (publisher := source.publisher) is None:
+            return
+        what = f"{self.what}: weights().publisher"
+
+        def publish(version: int) -> dict[str, str]:
+            server.tensors.clear()
+            found = self.call("weights().publisher.publish", publisher.publish, WeightRequest((server.url,), version))
+            require(
+                isinstance(found, WeightResult),
+                f"{what}.publish returned {type(found).__name__}; expected WeightResult",
+            )
+            return dict(found.failed)
+
+        def holds(version: int) -> None:
+            failed = publish(version)
+            require(not failed, f"{what}.publish failed at a server that takes everything: {failed}")
+            require(server.version == str(version), f"{what}.publish left the server at version {server.version!r}")
+            require(not server.paused, f"{what}.publish did not resume the server (/continue_generation)")
+            require(
+                server.tensors.keys() == given.keys() and not server.loaded_running,
+                f"{what}.publish loaded {len(server.tensors)} of {len(given)} tensors by the names of weights()"
+                f"{', while the server was not paused (/pause_generation)' if server.loaded_running else ''}",
+            )
+            off = [name for name, tensor in given.items() if (server.tensors[name] != tensor).any()]
+            require(not off, f"{what}.publish sent other weights than weights() gives: {_few(off)}")
+
+        with _StandIn() as server:
+            self.call("weights().publisher.open", publisher.open, None, "from_disk", None, "sglang", None)
+            try:
+                holds(1)
+                server.broken = True
+                failed = publish(2)
+                require(
+                    failed.keys() == {server.url},
+                    f"{what}.publish says that {sorted(failed) or 'no server'} failed; {server.url} did",
+                )
+                server.broken = False
+                holds(3)
+                if not self.call("weights().publisher.sleep", publisher.sleep, [server.url]):  # else it says why not
+                    require(server.sleeps, f"{what}.sleep says that the server sleeps; it was not asked to")
+                    failed = self.call("weights().publisher.wake", publisher.wake)
+                    require(not failed, f"{what}.wake failed at a server that takes everything: {failed}")
+                    require(not server.sleeps, f"{what}.wake did not wake the server")
+                    holds(4)
+            finally:
+                self.call("weights().publisher.close", publisher.close)
+            self.call("weights().publisher.close, called again,", publisher.close)
+
     def refuses(self, folder: Path) -> None:
         """Check that a folder without a checkpoint is a UserError of one line."""
         empty = folder / "empty"
@@ -273,6 +332,79 @@ class _Contract:
             ) from error
         else:
             raise AssertionError(f"{self.what}: load took a folder without a checkpoint")
+
+
+class _StandIn:
+    """A server on this machine that answers as SGLang does to what is asked about weights, and keeps them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        """What was loaded last, by its names."""
+        self.version = "default"
+        self.paused = self.sleeps = self.loaded_running = False
+        self.broken = False
+        """Whether it refuses all that is posted."""
+        stand_in = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                facts = {"device": "stand-in", "dtype": "float32", "tp_size": 1, "version": "check_trainer"}
+                self._answer(200, {**facts, "weight_version": stand_in.version})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+                if stand_in.broken:
+                    self._answer(500, {"error": "broken, to see what becomes of it"})
+                else:
+                    self._answer(200, stand_in.take(self.path, body))
+
+            def _answer(self, status: int, found: object) -> None:
+                text = json.dumps(found).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def take(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what is asked for; return the answer."""
+        from safetensors.torch import load_file
+
+        match path:
+            case "/pause_generation":
+                self.paused = True
+            case "/continue_generation":
+                self.paused = False
+            case "/update_weight_version":
+                self.version = str(body["new_version"])
+            case "/update_weights_from_disk":
+                self.loaded_running |= not self.paused
+                for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+                    self.tensors |= load_file(file)
+            case "/release_memory_occupation":
+                self.sleeps = True
+            case "/resume_memory_occupation":
+                self.sleeps = False
+            case "/weights_checker":
+                return {"success": True, "ranks": [{"checksums": {}}]}
+        return {"success": True}
+
+    def __enter__(self) -> "_StandIn":
+        Thread(target=self._server.serve_forever, daemon=True, name="agentrl-stand-in").start()
+        return self
+
+    def __exit__(self, *about: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 class _loaded:  # noqa: N801 - used as a function

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ from agentrl.plugins.registry import Plugin
 from agentrl.testing import check_trainer
 from agentrl.training.preflight import lacking
 from agentrl.training.run import resume_run
+from agentrl.weights.publisher import Publisher
+from agentrl.weights.request import WeightRequest, WeightResult
 
 PAGE = ROOT / "docs" / "another_trainer.md"
 
@@ -170,6 +173,51 @@ def leaves(host: Any) -> Any:
     raise SystemExit(0)
 
 
+class SendsZeros(Publisher):
+    def publish(self, request: WeightRequest) -> WeightResult | None:
+        with torch.no_grad():
+            for p in self._model.parameters():
+                p.zero_()
+        return super().publish(request)
+
+
+class SaysNothingFailed(Publisher):
+    def publish(self, request: WeightRequest) -> WeightResult | None:
+        super().publish(request)
+        return WeightResult({})
+
+
+class RaisesAtServer(Publisher):
+    def publish(self, request: WeightRequest) -> WeightResult | None:
+        found = super().publish(request)
+        if found and found.failed:
+            raise ConnectionError("a server is gone")
+        return found
+
+
+class NeverResumes(Publisher):
+    def publish(self, request: WeightRequest) -> WeightResult | None:
+        found = super().publish(request)
+        for url in request.urls:
+            urlopen(Request(f"{url}/pause_generation", b"{}", method="POST")).close()
+        return found
+
+
+class OnlySaysItSleeps(Publisher):
+    def sleep(self, urls: Any, senders: Any = None) -> dict[str, str]:
+        return {}
+
+
+def with_publisher(kind: type[Publisher]) -> Any:
+    def weights(host: Any) -> ToyWeights:
+        host.actor.optimizer.gather()
+        found = ToyWeights(host.actor)
+        found.publisher = kind(host.actor.model)
+        return found
+
+    return breach(weights=weights)
+
+
 BREACHES = {
     "reversed_order": (breach(actor_logprobs=reversed_order), "nats from log softmax"),
     "fills_all": (breach(actor_logprobs=fills_all), "is not 0 at 13 tokens that were not sampled"),
@@ -183,6 +231,11 @@ BREACHES = {
     "takes_all": (breach(load=takes_all), "took a folder without a checkpoint"),
     "raises": (breach(weights=raises), "weights raised ValueError: first"),
     "leaves": (breach(weights=leaves), "weights raised SystemExit: 0"),
+    "SendsZeros": (with_publisher(SendsZeros), "publish sent other weights than weights"),
+    "SaysNothingFailed": (with_publisher(SaysNothingFailed), "publish says that no server failed; http.* did"),
+    "RaisesAtServer": (with_publisher(RaisesAtServer), "publisher.publish raised ConnectionError: a server is gone"),
+    "NeverResumes": (with_publisher(NeverResumes), "publish did not resume the server"),
+    "OnlySaysItSleeps": (with_publisher(OnlySaysItSleeps), "sleep says that the server sleeps; it was not asked to"),
 }
 
 
@@ -190,6 +243,14 @@ BREACHES = {
 def test_the_toy_keeps_the_contract(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["try", "toy_trainer:ToyRoles", "--model", model]) == 0
     assert "'toy_trainer:ToyRoles' keeps the contract" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_publisher_that_sends_sleeps_and_wakes_keeps_the_contract(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.made", with_publisher(Publisher), raising=False)
+    check_trainer(f"{__name__}:made", model=model)
 
 
 @pytest.mark.slow

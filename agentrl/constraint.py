@@ -44,6 +44,9 @@ class Constraint:
     """What begins a thought and what ends it: before the shape there may be one. None: there is none."""
     begun: bool = False
     """Whether the prompt has begun the thought, so that there must be one."""
+    opener: str = ""
+    """The special token that every shape begins with, where the turn may be anything else too: only from this token to
+    the end of a shape is it constrained, as often as it is sampled. Empty: the turn is one shape."""
 
 
 def packed(bits: npt.NDArray[np.uint8]) -> bytes:

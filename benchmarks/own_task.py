@@ -26,7 +26,7 @@ DOMAINS = ("domains:OrderDesk", "domains:Library", "domains:UnitConversion")
 RECIPE = {
     "rollout": {
         "tasks": 8, "n": 8, "max_turns": 6, "max_tool_calls_per_turn": 1, "max_turn_tokens": 80,
-        "max_tool_tokens": 80, "max_tokens": 800,
+        "max_tool_tokens": 80, "max_tokens": 800, "strict_calls": True,
     },
     "train": {"lr": 2e-4, "save_every": 0, "threads": 1},
     "eval": {"tasks": 256, "every": 10},

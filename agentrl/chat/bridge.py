@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from agentrl.chat.base import Opening, ParsedTurn
 from agentrl.chat.encode import Encoder, Marks, PartialText
-from agentrl.chat.forced import Forced
+from agentrl.chat.forced import Forced, closed
 from agentrl.chat.frame import Frame, Shape, content_text, shape_of
 from agentrl.chat.frame_maker import MOST_FRAMED, FrameMaker
 from agentrl.chat.parse import TurnParser
@@ -173,6 +173,15 @@ class BridgeChat:
             ends = [token for token, one in self._encoder.structural.items() if one in self._stops]
             self._forced = Forced(self.template, self._parser.format, ends)
         return self._forced.constraint(schema, tools)
+
+    def strict(self, tools: Sequence[dict[str, Json]]) -> Constraint:
+        """See `Constraining.strict`."""
+        shapes = self.constraint(None, [closed(tool) for tool in tools]).shapes
+        known = self._encoder.structural
+        openers = {next((token for token in known if shape.before.startswith(token)), "") for shape in shapes}
+        if openers != {""} and len(openers) == 1:
+            return Constraint(shapes, opener=openers.pop())
+        raise UserError("calls of this model begin with no special token, from which on they could be held to a schema")
 
     def decode(self, ids: Sequence[int]) -> str:
         """See `Chat.decode`."""

@@ -284,6 +284,10 @@ class FamilyChat:
         """See `Constraining.constraint`."""
         return self._bridge.constraint(schema, tools)
 
+    def strict(self, tools: Sequence[dict[str, Json]]) -> Constraint:
+        """See `Constraining.strict`."""
+        return self._bridge.strict(tools)
+
     def decode(self, ids: Sequence[int]) -> str:
         """See `Chat.decode`."""
         return self._bridge.decode(ids)

@@ -40,6 +40,13 @@ class CallText(NamedTuple):
     """What stands behind them, up to the end of the turn."""
 
 
+def closed(tool: dict[str, Json]) -> dict[str, Json]:
+    """The schema of a tool with no arguments but those that it names, unless it says itself what others may be."""
+    function = tool["function"]
+    parameters = {"additionalProperties": False, **function["parameters"]}
+    return {**tool, "function": {**function, "parameters": parameters}}
+
+
 class Forced:
     """Writes constraints for one template. form: how it writes calls; None: unknown. ends: texts that end a turn."""
 

@@ -58,6 +58,9 @@ class Sampling:
     constraint: Constraint | None = None
     """What the turn must look like; None: anything. An engine that cannot keep to it raises ConstraintError."""
 
+    said: tuple[int, ...] = ()
+    """What was sampled of the turn before, and stands at the end of the prompt: a constraint goes on behind it."""
+
     seed: int | None = None
     """Seed: equal seeds, ids and weights give equal tokens, independent of the rest of the batch. None: random."""
 
@@ -83,9 +86,9 @@ class Generation:
     usage: Mapping[str, int] = field(default_factory=dict)
     """What an endpoint counted, which tokens here do not say: `input`, `cached_input` (part of it) and `output`."""
 
-    allowed: Sequence[bytes] | None = None
-    """Under a constraint, for each id those that were allowed (`constraint.packed`); its log-prob is that under softmax
-    over them. None: nothing was constrained."""
+    allowed: Sequence[bytes | None] | None = None
+    """Under a constraint, for each id those that were allowed (`constraint.packed`; None: all of them); its log-prob is
+    that under softmax over them. None: nothing was constrained."""
 
     trainable: bool = True
     """Whether the trainer can compute the log-probs: False under a constraint whose allowed ids are not known."""

@@ -1,7 +1,7 @@
 """`Grammars`: which ids a constraint allows next, found by `llguidance` on a CPU."""
 
 import json
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -16,6 +16,8 @@ from agentrl.plugins.types import Json
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
 """What a schema may cost, which an agent wrote."""
+KEPT = 64
+"""Grammars that are kept compiled: those of the tools of as many tasks."""
 CHARACTERS = 200_000
 """The longest grammar that is read."""
 WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -32,10 +34,10 @@ class Matcher:
         self._known: dict[bytes, bytes] = {}
         self.error: str | None = None
         """Why it could not go on: from there on only the end of the turn was allowed."""
-        self.allowed: list[bytes] = []
-        """Of each token that was taken, which were allowed (`constraint.packed`)."""
+        self.allowed: list[bytes | None] = []
+        """Of each token that was taken, which were allowed (`constraint.packed`); None: all of them."""
 
-    def bits(self) -> npt.NDArray[np.uint8]:
+    def bits(self) -> npt.NDArray[np.uint8] | None:
         """Which ids are allowed next, one bit each. Valid until a token is taken."""
         if not self._computed:
             self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
@@ -46,7 +48,8 @@ class Matcher:
 
     def take(self, token: int) -> None:
         """Go on behind a token that was sampled from those that are allowed."""
-        bits = self.bits().tobytes()
+        self.bits()
+        bits = self._bits.tobytes()
         if bits not in self._known:
             self._known[bits] = packed(self._bits.view(np.uint8))
         self.allowed.append(self._known[bits])
@@ -55,24 +58,62 @@ class Matcher:
         self._computed = False
 
 
+class CallMatcher(Matcher):
+    """The state of a turn that may be anything, but for what follows `opener`: that is one of the shapes."""
+
+    def __init__(self, shapes: llguidance.LLMatcher, opener: int, vocabulary: int) -> None:
+        super().__init__(shapes, vocabulary)
+        self._shapes, self._opener, self._inside = shapes, opener, False
+
+    def bits(self) -> npt.NDArray[np.uint8] | None:
+        """Which ids are allowed next; None: all of them."""
+        return super().bits() if self._inside else None
+
+    def take(self, token: int) -> None:
+        """Go on behind a token."""
+        if self._inside:
+            super().take(token)
+            self._inside = not self._matcher.is_accepting()  # the shape is whole
+        else:
+            self.allowed.append(None)
+            if token == self._opener:
+                self._matcher, self._inside, self._computed = self._shapes.deep_copy(), True, False
+                self._matcher.consume_token(token)
+
+
 class Grammars:
     """Makes matchers for one tokenizer. vocabulary: size of the model's output layer."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         self._tokenizer, self.vocabulary = tokenizer, vocabulary
         self._made: dict[tuple[int, ...], llguidance.LLTokenizer] = {}
+        self._compiled = lru_cache(KEPT)(self._compile)
 
-    def matcher(self, constraint: Constraint, stop_ids: Sequence[int]) -> Matcher:
-        """A matcher at the beginning of a turn that ends with one of `stop_ids`. May take a second. Raises
+    def matcher(self, sampling: Sampling) -> Matcher | None:
+        """A matcher for a turn, behind what was said of it; None where it is not constrained. May take a second. Raises
         ConstraintError."""
-        known = self._of(tuple(stop_ids))
+        if (constraint := sampling.constraint) is None:
+            return None
+        compiled = self._compiled(constraint, sampling.stop_ids)
+        if constraint.opener:
+            opener = self._tokenizer.convert_tokens_to_ids(constraint.opener)
+            made: Matcher = CallMatcher(compiled, opener, self.vocabulary)
+        else:
+            made = Matcher(compiled.deep_copy(), self.vocabulary)
+        for token in sampling.said:
+            made.take(token)
+        made.allowed.clear()
+        return made
+
+    def _compile(self, constraint: Constraint, stop_ids: tuple[int, ...]) -> llguidance.LLMatcher:
+        known = self._of(stop_ids)
         grammar = self._grammar(constraint, known)
         if len(grammar) > CHARACTERS:
             raise ConstraintError(f"the schema has {len(grammar)} characters, more than {CHARACTERS}")
         made = llguidance.LLMatcher(known, grammar, log_level=0, limits=LIMITS)
         if made.is_error():
             raise ConstraintError(f"the schema cannot be kept to: {_line(made.get_error())}")
-        return Matcher(made, self.vocabulary)
+        return made
 
     def _of(self, stop_ids: tuple[int, ...]) -> llguidance.LLTokenizer:
         if stop_ids not in self._made:
@@ -124,7 +165,7 @@ async def matcher_for(grammars: Grammars | None, sampling: Sampling) -> Matcher 
         return None
     if grammars is None:
         raise ConstraintError("the engine was given no tokenizer to read a schema by")
-    return await in_thread(grammars.matcher, sampling.constraint, sampling.stop_ids)
+    return await in_thread(grammars.matcher, sampling)
 
 
 def _line(text: str) -> str:

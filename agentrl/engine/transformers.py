@@ -336,5 +336,5 @@ def _deliver(row: _Row, version: int) -> None:
         if matcher is not None and matcher.error is not None:
             row.future.set_exception(ConstraintError(f"the answer: {matcher.error}"))
             return
-        allowed = None if matcher is None else matcher.allowed
+        allowed = matcher.allowed if matcher is not None and any(matcher.allowed) else None
         row.future.set_result(Generation(row.ids, row.logprobs, finish, version, allowed=allowed))

@@ -114,7 +114,10 @@ class CallCounts:
 
 
 TEACH = "teach it first (start: demonstrations in the recipe, docs/fine_tuning.md)"
-UNTAUGHT = f"this model has not learned to call the tools that stand in its prompt: {TEACH}"
+UNTAUGHT = (
+    f"this model has not learned to call the tools that stand in its prompt: {TEACH}, or hold it to their schemas "
+    "(rollout.strict_calls)"
+)
 UNREAD = (
     "this model does not write calls as its chat template asks for: look at one (agentrl show RUN --unsolved "
     f"--limit 1), then {TEACH}"

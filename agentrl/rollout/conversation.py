@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import numpy.typing as npt
 
+from agentrl.constraint import Constraint
 from agentrl.engine.base import EngineError, Generation
 from agentrl.images import ImageSpan
 from agentrl.plugins.tool import Tool
@@ -53,8 +54,10 @@ class Conversation:
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     version_counts: "array[int]" = field(default_factory=lambda: array("i"))
     """For each entry of `versions`, the number of sampled ids in a row with it."""
-    allowed: list[tuple[int, Sequence[bytes]]] = field(default_factory=list)
+    allowed: list[tuple[int, Sequence[bytes | None]]] = field(default_factory=list)
     """Where ids begin that were sampled under a constraint, and which ids were allowed there."""
+    strict: Constraint | None = None
+    """What holds its calls to its tools, once that is known (`rollout.strict_calls`)."""
     experts: npt.NDArray[np.int16] | None = None
     """What the engine's routers chose for the first ids (see `Generation.experts`)."""
     images: list[ImageSpan] = field(default_factory=list)

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentrl.chat.base import Chat, ParsedTurn, Seeing
+from agentrl.chat.base import Chat, Constraining, ParsedTurn, Seeing
+from agentrl.constraint import Constraint
 from agentrl.containment.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import EnvironmentLostError, UserError, WorkspaceError, contained, describe, nearest
@@ -87,6 +88,14 @@ class Driver:
         """Runs the calls of tools."""
         self._prefix = f"{label}/" if label else ""
         self._count = 0
+        if limits.strict_calls:
+            if not (engine.constrains and engine.in_process):
+                raise UserError(
+                    f"rollout.strict_calls: {type(engine).__name__} does not hold calls to schemas and tell which ids "
+                    "that allowed, which the trainer has to know; use the engine local or transformers, or leave it out"
+                )
+            if self._schemas:
+                self._strict(Conversation(), list(self._schemas.values()))
 
     @property
     def patience(self) -> float:
@@ -254,6 +263,17 @@ class Driver:
             note_schemas(found)
         return found
 
+    def _strict(self, conversation: Conversation, tools: Sequence[dict[str, Json]]) -> Constraint:
+        """What holds the calls of a conversation to its tools. Raises UserError."""
+        if conversation.strict is None:
+            if not isinstance(self.chat, Constraining):
+                raise UserError("rollout.strict_calls: this model's chat cannot be held to schemas; leave it out")
+            try:
+                conversation.strict = self.chat.strict(tools)
+            except UserError as error:
+                raise UserError(f"rollout.strict_calls: {error}") from None
+        return conversation.strict
+
     def _most(self, conversation: Conversation) -> int:
         """The tokens that a conversation may have."""
         most = min(self.limits.max_tokens, self.engine.max_context)
@@ -389,6 +409,9 @@ class Driver:
             max_tokens=room, temperature=limits.temperature, top_p=limits.top_p, top_k=limits.top_k,
             stop_ids=self.chat.stop_ids, seed=nth(conversation.seed, len(conversation.versions)),
         )  # fmt: skip
+        if limits.strict_calls and not conversation.summarizing and (tools := self.offered(conversation)):
+            begun = conversation.ids[conversation.open_turn :] if conversation.open_turn is not None else ()
+            sampling = replace(sampling, constraint=self._strict(conversation, tools), said=tuple(begun))
         conversation.at = _ENGINE
         request.reserved += room
         try:

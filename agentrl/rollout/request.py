@@ -263,14 +263,12 @@ class AsyncRolloutRequest:
             seed=self.seed,
             experts=None if self.branches else _of_all(self.main.experts, len(tree.ids)),
             images=tuple(tree.images), seats=dict(self.seats) if self.failure is None else {},
-            allowed=None if self.branches else _allowed(self.main),
+            allowed=tree.allowed,
         )  # fmt: skip
 
 
-def _allowed(conversation: Conversation) -> Allowed | None:
+def _allowed(conversation: Conversation) -> Allowed:
     """The ids that were allowed at each token, as a trajectory has them."""
-    if not conversation.allowed:
-        return None
     found = np.full(len(conversation.ids), None, object)
     for start, allowed in conversation.allowed:
         found[start : start + len(allowed)] = allowed
@@ -301,6 +299,7 @@ class _Flat:
     depths: tuple[int, ...] = ()
     leaf: int = -1
     images: Sequence[ImageSpan] = ()
+    allowed: Allowed | None = None
 
 
 def _one(request: AsyncRolloutRequest) -> _Flat:
@@ -317,6 +316,7 @@ def _one(request: AsyncRolloutRequest) -> _Flat:
         request.segments,
         request.segment_messages,
         images=main.images,
+        allowed=_allowed(main) if main.allowed else None,
     )
 
 
@@ -405,4 +405,10 @@ def _tree(request: AsyncRolloutRequest) -> _Flat:
     uses = [replace(use, turn=rank.get(use.turn, use.turn)) for use in request.tool_uses]
     opening = conversations[pieces[0].conversation].prompt_length
     leaf = last.get(len(conversations) - 1, -1)
-    return _Flat(ids, logprobs, version, opening, turns, uses, segments, segment_messages, tuple(depths), leaf, images)
+    allowed = None
+    if any(conversation.allowed for conversation in conversations):
+        known = [_allowed(conversation) for conversation in conversations]
+        allowed = np.concatenate([known[piece.conversation][piece.start : piece.end] for piece in pieces])
+    return _Flat(
+        ids, logprobs, version, opening, turns, uses, segments, segment_messages, tuple(depths), leaf, images, allowed
+    )

@@ -18,6 +18,7 @@ from agentrl.chat.bridge import BridgeChat
 from agentrl.chat.load import load_chat
 from agentrl.chat.template import shared
 from agentrl.constraint import Constraint, Shape, unpacked
+from agentrl.engine.base import Sampling
 from agentrl.engine.grammar import Grammars
 from agentrl.errors import UserError
 
@@ -519,7 +520,8 @@ JSON_CALLS = {"Hermes JSON in <tool_call>", "bare JSON"}
 def drawn(name: str, constraint: Constraint, seed: int) -> list[int]:
     """A turn of tokens that were drawn from those that are allowed."""
     chat, tokenizer, rng = chat_of(name), tokenizer_of(name), np.random.default_rng(seed)
-    matcher = Grammars(tokenizer, len(tokenizer)).matcher(constraint, chat.stop_ids)
+    sampling = Sampling(1, stop_ids=chat.stop_ids, constraint=constraint)
+    matcher = Grammars(tokenizer, len(tokenizer)).matcher(sampling)
     ids: list[int] = []
     while not ids or ids[-1] not in chat.stop_ids:
         allowed = np.flatnonzero(np.unpackbits(matcher.bits(), bitorder="little")[: len(tokenizer)])

@@ -126,7 +126,7 @@ def test_the_ids_that_were_allowed_are_those_that_the_library_finds_again() -> N
             assert turn.allowed is None
             continue
         assert turn.allowed is not None
-        again = grammars.matcher(constraint, (STOP,))
+        again = grammars.matcher(Sampling(1, stop_ids=(STOP,), constraint=constraint))
         for token, allowed in zip(turn.ids, turn.allowed, strict=True):
             bits = unpacked(allowed, grammars.vocabulary)
             assert bits[token]
@@ -163,9 +163,46 @@ def test_both_engines_of_this_process_sample_the_same() -> None:
 
 @pytest.mark.parametrize("schema", [{"not": {}}, {"type": "string", "pattern": "("}, {"$ref": "#/x"}], ids=str)
 def test_a_schema_that_cannot_be_kept_to_is_one_line(schema: Any) -> None:
+    constraint = Constraint((Shape("", json.dumps(schema), ""),))
     with pytest.raises(ConstraintError) as error:
-        Grammars(tiny()[1], 1024).matcher(Constraint((Shape("", json.dumps(schema), ""),)), (STOP,))
+        Grammars(tiny()[1], 1024).matcher(Sampling(1, stop_ids=(STOP,), constraint=constraint))
     assert "\n" not in str(error.value)
+
+
+def test_from_a_calls_first_token_to_its_last_it_is_held_to_a_schema_and_else_to_nothing() -> None:
+    _, tokenizer = tiny()
+    grammars, rng = Grammars(tokenizer, 1024), np.random.default_rng(0)
+    sampling = Sampling(1, stop_ids=(STOP,), constraint=replace(CALL, opener="<tool_call>"))
+    opener = tokenizer.convert_tokens_to_ids("<tool_call>")
+    text = tokenizer("Let me see")["input_ids"]
+    matcher = grammars.matcher(sampling)
+    taken: list[int] = []
+
+    def take(token: int) -> None:
+        taken.append(token)
+        matcher.take(token)
+
+    for _ in range(3):
+        for token in text:
+            assert matcher.bits() is None
+            take(token)
+        take(opener)
+        start = len(taken)
+        while (bits := matcher.bits()) is not None:
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            take(int(rng.choice(allowed)))
+            behind = grammars.matcher(replace(sampling, said=tuple(taken))).bits()  # as after an abort
+            now = matcher.bits()
+            assert (behind is None) == (now is None)
+            assert behind is None or (behind == now).all()
+        written = tokenizer.decode(taken[start:]).removesuffix("\n</tool_call>")
+        call = json.loads(written)
+        assert call["name"] in "ab"
+        jsonschema.validate(call["arguments"], SCHEMA)
+        assert all(one is not None for one in matcher.allowed[start:])
+        assert matcher.allowed[start - len(text) - 1 : start] == [None] * (len(text) + 1)
+    assert matcher.error is None
+    assert len(matcher.allowed) == len(taken)
 
 
 def test_ids_that_are_not_what_was_allowed_are_damage() -> None:

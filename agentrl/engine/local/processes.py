@@ -614,7 +614,7 @@ class _Worker:
             try:
                 if self._grammars is None:
                     raise ConstraintError("the engine was given no tokenizer to read a schema by")
-                matcher = self._grammars.matcher(sampling.constraint, sampling.stop_ids)
+                matcher = self._grammars.matcher(sampling)
             except ConstraintError as error:
                 self._told.append(("refused", serial, str(error)))
                 return

@@ -73,12 +73,14 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
     return tokens.cpu().numpy(), p.gather(1, tokens[:, None])[:, 0].log_().cpu().numpy()
 
 
-def constrained(logits: Tensor, allowed: Mapping[int, npt.NDArray[np.uint8]]) -> Tensor:
-    """Logits [N, vocab] that are -inf at what some rows do not allow. allowed: by rows, a bit for each token."""
-    if not allowed:
+def constrained(logits: Tensor, allowed: Mapping[int, npt.NDArray[np.uint8] | None]) -> Tensor:
+    """Logits [N, vocab] that are -inf at what some rows do not allow. allowed: by rows, a bit for each token; None: all
+    of them."""
+    held = {row: bits for row, bits in allowed.items() if bits is not None}
+    if not held:
         return logits
-    bits = np.stack([np.unpackbits(one, bitorder="little")[: logits.shape[-1]] for one in allowed.values()])
-    rows = torch.tensor(list(allowed), device=logits.device)
+    bits = np.stack([np.unpackbits(one, bitorder="little")[: logits.shape[-1]] for one in held.values()])
+    rows = torch.tensor(list(held), device=logits.device)
     forbidden = torch.from_numpy(bits == 0).to(logits.device)
     return logits.index_copy(0, rows, logits[rows].masked_fill(forbidden, -torch.inf))
 

@@ -377,6 +377,7 @@ class Scheduler:
         return request.done_versions + [self.version] * new
 
 
-def _allowed(request: Request) -> list[bytes] | None:
-    """Which ids were allowed at each token that was sampled of a turn; None where it is not constrained."""
-    return None if request.matcher is None else request.matcher.allowed
+def _allowed(request: Request) -> list[bytes | None] | None:
+    """Which ids were allowed at each token that was sampled of a turn; None where none of it was constrained."""
+    matcher = request.matcher
+    return matcher.allowed if matcher is not None and any(matcher.allowed) else None

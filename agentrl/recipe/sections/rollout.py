@@ -50,6 +50,9 @@ class RolloutSection(Section):
     """Tool calls of a request: those of sub-agents count."""
     max_tool_calls_per_turn: Annotated[Positive, Unit("calls")] = 3
     """Tool calls of one turn; further ones are refused, and the model is told."""
+    strict_calls: bool = False
+    """Let the model call only tools that are there, with arguments that fit their schemas: in a call, ids that lead to
+    anything else are not sampled, and the trainer leaves them out likewise."""
     max_turn_tokens: Tokens = 512
     """Tokens that the model may sample in one turn."""
     max_tokens: Tokens = 4096

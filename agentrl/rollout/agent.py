@@ -316,7 +316,8 @@ class TreeEndpoint(ABC):
                 f"the prompt has {len(ids)} tokens, of {most} (rollout.max_tokens, the model's context)"
             )
         sampling = self.sampling(node, room)
-        if call.must_call or call.schema is not None:
+        strict = limits.strict_calls and call.may_call and bool(call.tools)
+        if strict or call.must_call or call.schema is not None:
             sampling = replace(sampling, constraint=self._constraint(call))
         deadline = asyncio.get_running_loop().call_later(limits.turn_timeout, engine.abort, branch.name)
         try:
@@ -335,8 +336,10 @@ class TreeEndpoint(ABC):
         return (watch.cut(generation), watch.stop) if call.stop else (generation, None)
 
     def _constraint(self, call: Call) -> Constraint:
-        """What an answer must look like that is forced. Raises GatewayError where it cannot be."""
+        """What an answer must look like that is forced, or else its calls. Raises GatewayError where it cannot be."""
+        free = not call.must_call and call.schema is None
         forced = "tool_choice" if call.must_call else "the format of the answer (a JSON schema)"
+        forced = "rollout.strict_calls" if free else forced
         if not self.engine.constrains:
             raise GatewayError(f"{forced}: the engine of this run cannot keep to it; leave it out")
         if not isinstance(self.chat, Constraining):
@@ -344,6 +347,8 @@ class TreeEndpoint(ABC):
         offered = call.tools if call.may_call else ()
         tools = [tool for tool in offered if not call.must_call or tool["function"]["name"] in call.must_call]
         try:
+            if free:
+                return self.chat.strict(tools)
             return self.chat.constraint(None if call.must_call else call.schema, tools)
         except UserError as error:
             raise GatewayError(f"{forced}: {error}") from None

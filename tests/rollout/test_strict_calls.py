@@ -15,12 +15,14 @@ from agentrl.compute.forward import BlockForward
 from agentrl.compute.packing import pack
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError
+from agentrl.gateway.call import Call, Origin
 from agentrl.models.load import load_model
 from agentrl.plugins.decorator import tool
 from agentrl.plugins.types import Task
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import CompactSection, RolloutSection
 from agentrl.rollout.driver import Driver
+from agentrl.rollout.serve import ServedModel
 from agentrl.trajectory import Trajectory, check_invariants
 
 
@@ -111,6 +113,26 @@ def test_what_was_allowed_stays_with_its_tokens_where_conversations_begin_anew()
         check_invariants(t)
     later = [t.allowed[t.segments[-1].start :] for t in trajectories if t.segments and t.allowed is not None]
     assert any(one is not None for allowed in later for one in allowed)
+
+
+def test_an_agent_that_offers_the_tools_itself_gets_such_calls() -> None:
+    model, tokenizer = load_model(ModelSection(path="tiny"))
+    offered = tuple(one.schema for one in TOOLS)
+    chat = load_chat(tokenizer, model_path="tiny", kind="auto", tools=offered)
+    asked = {"role": "user", "content": "Tom has 3 apples and buys 4 more. How many has he now?"}
+
+    async def run() -> list[Any]:
+        engine = LocalEngine(model, max_batch=16, max_context=800, tokenizer=tokenizer)
+        served = ServedModel(engine, chat, RolloutSection(strict_calls=True, max_turn_tokens=60))
+        try:
+            origins = [Origin(b"%d" % i) for i in range(8)]
+            return await asyncio.gather(*(served.complete(Call((asked,), tools=offered), one) for one in origins))
+        finally:
+            await engine.close()
+
+    whole = [call["function"] for found in asyncio.run(run()) for call in found.message.get("tool_calls") or ()]
+    assert {call["name"] for call in whole if call["name"]} <= {one.name for one in TOOLS}
+    assert sum(bool(call["name"]) for call in whole) >= 4
 
 
 def test_an_engine_that_tells_no_ids_is_refused_in_one_line() -> None:

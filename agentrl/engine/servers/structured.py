@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from agentrl.constraint import Constraint, Shape
+from agentrl.engine.base import ConstraintError
 from agentrl.plugins.types import Json
 
 
@@ -15,7 +16,12 @@ def json_only(constraint: Constraint) -> str | None:
 
 
 def structural_tag(constraint: Constraint) -> str:
-    """The constraint as a structural tag, which SGLang and vLLM both give to xgrammar, as JSON text."""
+    """The constraint as a structural tag, which SGLang and vLLM both give to xgrammar, as JSON text. Raises
+    ConstraintError."""
+    if constraint.opener:
+        raise ConstraintError(
+            "rollout.strict_calls: servers are not asked for it; use the engine local or transformers"
+        )
     shapes = _either([_sequence(_parts(shape)) for shape in constraint.shapes])
     if constraint.thought is None:
         return _written(shapes)

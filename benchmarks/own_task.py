@@ -59,7 +59,7 @@ def accuracy(env: str, recipe: Path, options: argparse.Namespace) -> float:
 def curve(env: str, seed: int, recipe: Path, options: argparse.Namespace) -> tuple[list[tuple[int, float]], float]:
     """Held-out accuracy by step, and the minutes that the run took. Trains unless the run is there."""
     run = options.folder / f"{env.replace(':', '.')}_{seed}"
-    done = run.with_suffix(".json")
+    done = run.with_name(f"{run.name}.json")
     if not done.exists():
         begin = monotonic()
         child("train", str(recipe), f"env.name={env}", f"train.seed={seed}", f"train.steps={options.steps}",

@@ -94,6 +94,11 @@ class Constraining(Protocol):
         tools. Raises UserError: the model writes calls in a format whose arguments are no JSON."""
         ...
 
+
+@runtime_checkable
+class StrictlyCalling(Protocol):
+    """A chat that can say what calls must look like in a turn that is not forced."""
+
     def strict(self, tools: Sequence[dict[str, Json]]) -> Constraint:
         """That the calls of a turn, wherever it has any, are calls of these tools, with arguments that fit their
         schemas. Raises UserError, also where calls of this model begin with no token of their own."""

@@ -175,7 +175,7 @@ class BridgeChat:
         return self._forced.constraint(schema, tools)
 
     def strict(self, tools: Sequence[dict[str, Json]]) -> Constraint:
-        """See `Constraining.strict`."""
+        """See `StrictlyCalling.strict`."""
         shapes = self.constraint(None, [closed(tool) for tool in tools]).shapes
         known = self._encoder.structural
         openers = {next((token for token in known if shape.before.startswith(token)), "") for shape in shapes}

@@ -285,7 +285,7 @@ class FamilyChat:
         return self._bridge.constraint(schema, tools)
 
     def strict(self, tools: Sequence[dict[str, Json]]) -> Constraint:
-        """See `Constraining.strict`."""
+        """See `StrictlyCalling.strict`."""
         return self._bridge.strict(tools)
 
     def decode(self, ids: Sequence[int]) -> str:

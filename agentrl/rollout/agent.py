@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from agentrl.chat.base import Chat, Constraining, ParsedCall, ParsedTurn, Streaming
+from agentrl.chat.base import Chat, Constraining, ParsedCall, ParsedTurn, Streaming, StrictlyCalling
 from agentrl.constraint import Constraint
 from agentrl.containment.deadline import DeadlineExceededError, DeadlineTimer
 from agentrl.engine.base import ConstraintError, Engine, EngineError, Generation, GenerationFinish, OnTokens, Sampling
@@ -337,21 +337,22 @@ class TreeEndpoint(ABC):
 
     def _constraint(self, call: Call) -> Constraint:
         """What an answer must look like that is forced, or else its calls. Raises GatewayError where it cannot be."""
-        free = not call.must_call and call.schema is None
         forced = "tool_choice" if call.must_call else "the format of the answer (a JSON schema)"
-        forced = "rollout.strict_calls" if free else forced
+        if not call.must_call and call.schema is None:
+            forced = "rollout.strict_calls"
         if not self.engine.constrains:
             raise GatewayError(f"{forced}: the engine of this run cannot keep to it; leave it out")
-        if not isinstance(self.chat, Constraining):
-            raise GatewayError(f"{forced}: this model's chat cannot be held to it; leave it out")
         offered = call.tools if call.may_call else ()
         tools = [tool for tool in offered if not call.must_call or tool["function"]["name"] in call.must_call]
         try:
-            if free:
+            if call.must_call or call.schema is not None:
+                if isinstance(self.chat, Constraining):
+                    return self.chat.constraint(None if call.must_call else call.schema, tools)
+            elif isinstance(self.chat, StrictlyCalling):
                 return self.chat.strict(tools)
-            return self.chat.constraint(None if call.must_call else call.schema, tools)
         except UserError as error:
             raise GatewayError(f"{forced}: {error}") from None
+        raise GatewayError(f"{forced}: this model's chat cannot be held to it; leave it out")
 
     def _tokens(self, generation: Generation) -> list[tuple[str, float]]:
         decode = self.chat.decode

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from agentrl.chat.base import Chat, Constraining, ParsedTurn, Seeing
+from agentrl.chat.base import Chat, ParsedTurn, Seeing, StrictlyCalling
 from agentrl.constraint import Constraint
 from agentrl.containment.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
 from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
@@ -266,7 +266,7 @@ class Driver:
     def _strict(self, conversation: Conversation, tools: Sequence[dict[str, Json]]) -> Constraint:
         """What holds the calls of a conversation to its tools. Raises UserError."""
         if conversation.strict is None:
-            if not isinstance(self.chat, Constraining):
+            if not isinstance(self.chat, StrictlyCalling):
                 raise UserError("rollout.strict_calls: this model's chat cannot be held to schemas; leave it out")
             try:
                 conversation.strict = self.chat.strict(tools)

@@ -105,6 +105,7 @@ rows = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(rows, st.sampled_from(ALL), st.integers(1, 5))
 def test_losses_add_up_however_samples_are_dealt_out(rows: list[list[Any]], name: str, cut: int) -> None:

@@ -46,6 +46,7 @@ def made(rows: list[list[tuple[float, float]]]) -> Samples:
     return Samples(rewards, torch.arange(len(rows)), lengths, flat[:, 0], flat[:, 1])
 
 
+@pytest.mark.slow
 @given(ragged, st.floats(0, 1), st.floats(0, 1))
 def test_gae_equals_the_sum_of_its_definition(rows: list[list[tuple[float, float]]], gamma: float, lam: float) -> None:
     found = gae(made(rows), config(), GaeArgs(gamma=gamma, lam=lam))
@@ -87,6 +88,7 @@ def test_with_lam_one_returns_do_not_depend_on_the_critic() -> None:
     torch.testing.assert_close(returns(torch.zeros(7)), discounted(rewards, lengths, 0.9))
 
 
+@pytest.mark.slow
 @given(ragged, st.floats(0, 1))
 def test_reinforce_plus_plus_is_the_whitened_reward_to_go(rows: list[list[tuple[float, float]]], gamma: float) -> None:
     to_go = [sum(gamma**i * r for i, (r, _) in enumerate(row[t:])) for row in rows for t in range(len(row))]

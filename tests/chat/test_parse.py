@@ -395,6 +395,7 @@ PIECES = st.sampled_from(
 ANYTHING = st.lists(PIECES | st.text(max_size=6), max_size=25).map("".join)
 
 
+@pytest.mark.slow
 @given(text=ANYTHING, closed=st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_no_text_makes_a_reader_raise(text: str, closed: bool) -> None:
@@ -405,6 +406,7 @@ def test_no_text_makes_a_reader_raise(text: str, closed: bool) -> None:
             assert one.error is not None or one.name
 
 
+@pytest.mark.slow
 @given(text=ANYTHING, ids=st.lists(st.integers(0, 10**6), max_size=20))
 @settings(max_examples=200, deadline=None)
 def test_no_ids_make_a_chat_raise(text: str, ids: list[int]) -> None:
@@ -417,6 +419,7 @@ BEGUN = [("<think>", "</think>", True)]
 THOUGHTS = [("<think>", "</think>", False)], BEGUN, [("[THINK]", "[/THINK]", False), *BEGUN]
 
 
+@pytest.mark.slow
 @given(text=ANYTHING, form=st.sampled_from([*FORMATS, None]), more=st.data())
 @settings(max_examples=150, deadline=None)
 def test_what_is_certain_of_a_turn_is_the_beginning_of_the_whole(text: str, form: Format | None, more: Any) -> None:
@@ -462,6 +465,7 @@ def operations(form: Format, text: str) -> int:
     return count
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_work_is_linear_in_the_text(form: Format) -> None:
     pieces = [
@@ -486,6 +490,7 @@ def test_work_is_linear_in_the_text(form: Format) -> None:
 BAD = ["{bad}", '{"a": 1', '{"a": "', '["', '{"a": [' * 3, '{"name": "f", "arguments": 3}', '{"a": 1, "a": 1}']
 
 
+@pytest.mark.quick_cases(38)
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize(("name", "text"), WRITTEN)
 def test_what_bad_calls_hold_is_read_a_bounded_number_of_times(

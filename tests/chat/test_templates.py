@@ -119,6 +119,7 @@ def test_there_are_46_templates_with_tools_and_20_of_them_rewrite() -> None:
     assert set(WITH_TOOLS) >= REWRITING
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_rewriting_is_said_at_start_up(name: str) -> None:
     said = chat_of(name).rewrites_history
@@ -328,6 +329,7 @@ def test_glm_stops_where_a_result_begins(name: str) -> None:
     assert chat.decode(cut) == "<|observation|>" + chat.decode(after)
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_an_empty_message_is_written_as_any_other(name: str) -> None:
     chat = chat_of(name)
@@ -402,6 +404,7 @@ def test_ids_grow_into_what_the_template_writes(name: str, data: st.DataObject) 
         assert ids == tokenizer_of(name).encode(text, add_special_tokens=False)
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("name", EXTENDING)
 def test_ids_are_those_of_the_whole_text(name: str) -> None:
     turn = {"role": "assistant", "content": "", "tool_calls": [call(0, expression="2*3")]}
@@ -415,6 +418,7 @@ def test_ids_are_those_of_the_whole_text(name: str) -> None:
         assert ids == tokenizer_of(name).encode(text, add_special_tokens=False)
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @given(data=st.data())
 @fast
@@ -429,6 +433,7 @@ def test_a_bridge_is_what_the_template_puts_there(name: str, data: st.DataObject
     assert tokenizer.encode(chat.decode(bridge), add_special_tokens=False) == bridge
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("name", WITH_TOOLS)
 @given(data=st.data())
 @fast
@@ -532,6 +537,7 @@ def drawn(name: str, constraint: Constraint, seed: int) -> list[int]:
     return ids
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_forced_call_is_read_back_as_one_of_the_tools(name: str) -> None:
     chat = chat_of(name)
@@ -548,6 +554,7 @@ def test_a_forced_call_is_read_back_as_one_of_the_tools(name: str) -> None:
         assert set(call.arguments) == {"text", "n"}
 
 
+@pytest.mark.slow
 def test_json_is_read_back_behind_a_thought_where_the_template_has_them() -> None:
     thought = 0
     for name in WITH_TOOLS:

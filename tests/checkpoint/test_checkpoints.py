@@ -41,6 +41,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_role_goes_on_as_if_it_had_never_stopped(tmp_path: Path, make: Callable[[], Any]) -> None:
     torch.manual_seed(5)
@@ -146,6 +147,7 @@ class Gate:
         self._write(*arguments)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_what_is_learned_while_it_is_written_is_not_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]

@@ -150,6 +150,7 @@ def tmpfs(folder: Path, size: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     role = learned(1, model=small())
     whole = sum(p.stat().st_size for p in once(tmp_path, role).rglob("*"))

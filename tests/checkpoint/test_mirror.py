@@ -137,6 +137,7 @@ class Panic(BaseException):
     """What stores that are not written in Python may raise."""
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [PermissionError, Panic])
 def test_a_store_that_refuses_is_told_once_and_made_up_for(
     tmp_path: Path, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def talked(capsys, monkeypatch, text: str, *arguments: str, code: int = 0) -> st
     return captured.out
 
 
+@pytest.mark.slow
 def test_a_person_talks_with_a_model_that_calls_tools(capsys, monkeypatch):
     said = f"{QUESTION}\n\nAnd now?\n/new\nOnce\\\nmore\n"
     out = talked(capsys, monkeypatch, said, "rollout.max_turn_tokens=40", "train.threads=1")
@@ -71,6 +72,7 @@ def test_a_person_talks_with_a_model_that_calls_tools(capsys, monkeypatch):
     assert out.endswith("you> \n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_it_cleanly(capsys, monkeypatch):
     monkeypatch.setattr(Loud, "interrupts", True)
     out = talked(capsys, monkeypatch, f"{QUESTION}\n", code=130)

@@ -58,6 +58,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(a).replace(RECIPE, "R") for a, _ in MISTAKES])
 def test_a_mistake_is_one_line(capsys, arguments, words):
     assert re.search(words, refused(capsys, *arguments))
@@ -71,6 +72,7 @@ def test_check_looks_names_up_before_it_prints_anything(capsys, key):
     assert said.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_sft_refuses_a_folder_for_the_model_before_anything_is_loaded(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "model").mkdir()

@@ -402,6 +402,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("arguments", "words"), MISTAKES, ids=[" ".join(a).replace(RECIPE, "R") for a, _ in MISTAKES])
 def test_a_mistake_is_one_line(capsys, arguments, words):
     assert re.search(words, refused(capsys, "try", *arguments))

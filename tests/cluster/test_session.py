@@ -106,6 +106,7 @@ def test_too_little_shared_memory_is_said_before(monkeypatch: pytest.MonkeyPatch
     assert object_store_bytes() == 8 << 30
 
 
+@pytest.mark.slow
 def test_ray_starts_no_client_server_where_grpc_is_installed() -> None:
     """Two runs on a machine would want the same port for it; the test extra brings grpc."""
     import grpc  # noqa: F401

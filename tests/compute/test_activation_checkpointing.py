@@ -102,6 +102,7 @@ def test_without_gradients_nothing_is_computed_again() -> None:
     assert len(calls) == 3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("way", [ModuleForward, SequenceForward])
 def test_mixed_precision_keeps_weights_and_results_float32(way: Any) -> None:
     """bfloat16 has 8 bits: log-probs are off by less than 2 %, gradients by less than 3 % of their norm."""

@@ -137,6 +137,7 @@ def test_norm_and_gate_are_those_of_torch(gain: bool) -> None:
     )
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize(("tokens", "vocabulary"), [(32_768, 150_000), (4096, 32_000)])
 def test_logits_of_the_whole_batch_never_stand(tokens: int, vocabulary: int, entropy: bool) -> None:

@@ -36,6 +36,7 @@ def gradients(model: Any, passes: int = 1, offload: bool = True) -> dict[str, Te
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("make", [deep, lambda: make_model("gpt2")])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_layers_whose_inputs_were_away_have_the_same_gradients(

@@ -146,6 +146,7 @@ def test_large_vocabularies_recompute_probabilities_in_chunks(monkeypatch: pytes
     torch.testing.assert_close(gradients(model), wanted_gradients, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("copies", [True, False])
 @pytest.mark.parametrize("onednn", [True, False])
@@ -317,6 +318,7 @@ class Ranks:
         self.beats.append(len(self.beats))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.integers(1, 60), st.integers(0, 12))
 def test_ranks_make_as_many_micro_batches_as_the_fullest(
@@ -385,6 +387,7 @@ WRONG: dict[str, Any] = {
 }
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrong", [None, *WRONG])
 def test_in_half_precision_rounding_is_told_from_wrong_attention(
     wrong: str | None, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ def orphan(ids: Path) -> int:
     return int(ids.read_text())
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("how", ["end", "by itself", "parent killed"])
 def test_an_orphan_in_a_session_of_its_own_ends_too(tmp_path: Path, how: str) -> None:
     folder, ids = tmp_path / "folder", tmp_path / "ids"
@@ -87,6 +88,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("number", "above"), [("SIGKILL", 1), ("SIGSTOP", 1), ("SIGKILL", 2)])
 def test_a_command_that_kills_its_supervisor_ends_with_what_it_started(tmp_path: Path, number: str, above: int) -> None:
     folder, ids = tmp_path / "folder", tmp_path / "ids"

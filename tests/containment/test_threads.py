@@ -216,6 +216,7 @@ async def test_a_process_has_the_environment_and_scores_groups(monkeypatch):
     await made.close()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("name", "data", "line"),
     [

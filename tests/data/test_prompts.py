@@ -97,6 +97,7 @@ def _talks() -> list[list[Message]]:
     return talks
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_2", "gemma4", "gptoss", "llama3_1", "glm4moe"])
 def test_lengths_are_those_of_rendering(name: str) -> None:
     template = trl_templates()[name]

@@ -81,6 +81,7 @@ def test_values_of_the_wrong_tokens_are_found_although_a_new_critic_gives_all_of
     assert re.match(r"one sequence at a time \(no .*: it differs by", build_critic(recipe, context).description)
 
 
+@pytest.mark.slow
 def test_a_reward_model_sees_what_the_plain_one_does(context: ParallelContext, root: Path, tmp_path: Path) -> None:
     save_model(*load_scorer(ModelSection(path=str(root / "seeing"), device="cpu")), tmp_path)
     recipe = SCENARIOS["seeing, critic"].recipe(root)

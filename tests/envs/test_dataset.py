@@ -332,6 +332,7 @@ def test_splits_map_and_filter_pass_through(tmp_path: Path) -> None:
         env.tasks("tests")
 
 
+@pytest.mark.slow
 def test_it_imports_nothing_heavy() -> None:
     program = "import sys, agentrl_envs.dataset.environment\nassert not {'numpy', 'datasets'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

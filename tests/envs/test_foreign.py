@@ -137,6 +137,7 @@ async def test_memory_is_bounded_where_the_recipe_says_so():
     assert "MemoryError" in played.failure.message
 
 
+@pytest.mark.slow
 async def test_a_fresh_process_serves_one_rollout():
     env = ForeignEnvironment(sys.executable, f"{TOY}:Keeping", fresh=True, processes=2)
     stage = Stage(env)
@@ -249,6 +250,7 @@ async def test_a_process_that_does_not_answer_is_killed(what, monkeypatch):
     assert played.failure.boundary == "environment"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("minor", [10, 12, 13, 14])
 async def test_other_pythons_serve_it(minor):
     """The interpreter is not ours: its version, too, may be another."""

@@ -124,6 +124,7 @@ def test_generated_problems_alone_are_demonstrated(tmp_path: Path) -> None:
         real.demonstrate(real.tasks("test")[0], Random(0), "clean")
 
 
+@pytest.mark.slow
 def test_it_imports_no_torch() -> None:
     program = "import sys, agentrl_envs.gsm8k.environment\nassert not {'torch', 'datasets'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

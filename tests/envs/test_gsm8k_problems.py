@@ -69,6 +69,7 @@ def test_enough_kinds_of_enough_phrasings() -> None:
         assert has_held_out(kind.grammar), kind.name
 
 
+@pytest.mark.quick_cases(7)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.name)
 def test_a_held_out_phrasing_is_never_seen_in_training(kind: object) -> None:
     seen = {expand(kind.grammar, Draw(f"a{i}"), held_out=False) for i in range(400)}

@@ -169,6 +169,7 @@ async def test_tasks_without_splits_and_those_that_a_model_judges() -> None:
     await env.close()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("args", "said"),
     [

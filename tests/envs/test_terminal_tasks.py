@@ -149,6 +149,7 @@ async def test_what_was_there_must_stay_as_it_was(provider):
     assert rewards == {"passed": 0.0, "fraction": 1.0}
 
 
+@pytest.mark.slow
 def test_no_instruction_of_a_held_out_split_is_trained_on_and_large_is_larger():
     seen = {task.data["instruction"] for task in ENV.tasks("train")[:2000]}
     for split in ("test", "large", "validation", "unseen"):

@@ -127,6 +127,7 @@ def test_the_drawn_view_follows_the_player():
     assert [g.move(d).text for d in (SOUTH, EAST, EAST)][-1] == "#######\n#..#..#\n#...@G#\n#######"
 
 
+@pytest.mark.slow
 def test_no_held_out_map_is_ever_trained_on():
     env = TextGame()
     sides = {split: [World.read(t.data["map"]) for t in env.tasks(split)[:150]] for split in ("train", "test", "large")}

@@ -244,6 +244,7 @@ async def test_the_impatient_customer_ends_it() -> None:
     assert left.messages[-1]["content"] == "Never mind, I will go elsewhere."
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("split", SPLITS)
 async def test_clean_demonstrations_are_gold_and_careless_ones_often_wrong(split: str) -> None:
     env, solved = UserSim(), Counter()

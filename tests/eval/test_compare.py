@@ -146,6 +146,7 @@ def test_three_are_compared_with_the_first_by_the_tasks_that_pair(here: Path) ->
     assert first.found.test == "exact permutation"
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -33,6 +33,7 @@ def seeds(root: Path, lr: str, chances: list[float], tasks: int = 60) -> list[st
     return found
 
 
+@pytest.mark.slow
 def test_seeds_of_two_recipes_are_compared_as_recipes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = seeds(here / "runs", "1e-4", [0.2, 0.5, 0.8]), seeds(here / "runs", "3e-4", [0.5, 0.8, 0.9])
     assert main.run(["compare", *a, "vs", *b, "--json", "found.json"]) == 0

@@ -194,6 +194,7 @@ def test_lines_of_older_versions_are_read(run: Path, tmp_path: Path) -> None:
     assert found.notes
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("column", ["messages", "task_data", "branches"])
 @pytest.mark.parametrize("damage", ["{", "[1]", "[[[[", "true"])
 def test_a_damaged_sample_is_one_line(run: Path, column: str, damage: str) -> None:

@@ -552,6 +552,7 @@ def test_muon_goes_on_from_its_saved_state() -> None:
     assert all(bool((a == b).all()) for a, b in pairs)
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("text", "given", "why"),
     [

@@ -231,6 +231,7 @@ def test_rollouts_of_a_task_are_pairs_by_their_rewards(start: Any, tmp_path: Pat
         PairReader(start[1], 5).read(RewardModelSection(source=(str(tmp_path / "run"),)))
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -208,6 +208,7 @@ def test_the_stages_suit_what_is_trained(changes: dict[str, Any], stages: Sequen
     assert [(stage.steps, stage.batch, stage.muon_lr) for stage in found.stages] == stages
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -243,6 +244,7 @@ def test_a_model_that_is_made_takes_the_place_of_any_that_is_named(
     assert "memory of the trainer (a new model, float32)" in told
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("wrong", ["raise SystemExit(3)", "await asyncio.sleep(60)"])
 def test_an_environment_that_exits_or_hangs_in_its_opening_is_one_line_and_released(
     wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -162,6 +162,7 @@ async def test_chat_completions_by_the_openai_sdk(message: Message, stream: bool
     assert (call.max_tokens, call.asked) == (9, {"temperature": 0.1})
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("message", [TEXT, TOOLS, BOTH], ids=["text", "tools", "both"])
 async def test_responses_by_the_openai_sdk(message: Message, stream: bool) -> None:
@@ -244,6 +245,7 @@ def without_thoughts(message: Message) -> dict[str, Any]:
     return {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("message", [TEXT, TOOLS, BOTH], ids=["text", "tools", "both"])
 async def test_messages_by_the_anthropic_sdk(message: Message, stream: bool) -> None:

@@ -63,6 +63,7 @@ def ratios(learner: Any, batch: Any) -> np.ndarray:
     return np.asarray(learner.actor.logprobs(batch) - learner.reference.logprobs(batch))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_the_sum_over_a_sample_joins_its_reward(folder: str, name: str) -> None:
     learner = learner_of(folder, moved(), {**IN_REWARD, "advantage": name})

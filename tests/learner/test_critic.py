@@ -113,6 +113,7 @@ def test_packed_values_equal_those_of_separate_sequences(family: str, kind: Any,
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("kind", [BlockValues, ModuleValues, SequenceValues])
 def test_values_of_deep_trees_equal_those_of_separate_sequences(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that several samples have in common has a value on each path, by what that says of the tokens before."""
@@ -201,6 +202,7 @@ def test_values_are_zero_at_first_and_stand_at_sampled_tokens(folder: Path) -> N
     assert np.array_equal(critic.values(batch), batch.tokens["loss_mask"].astype(np.float32))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("tokens", [60, 1])
 def test_micro_batches_change_nothing(folder: Path, tokens: int) -> None:
     whole, split = Critic(make_recipe(folder)), Critic(make_recipe(folder, micro_batch_tokens=tokens))

@@ -225,6 +225,7 @@ def test_the_reference_becomes_the_policy_every_so_many_steps(dtype: torch.dtype
     assert learner.updates == 4 + 2, "a move of the reference is a change that a step must not be saved without"
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("compute", ["same", "bfloat16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_reference_is_a_moving_average_of_the_policy(dtype: torch.dtype, compute: str, tmp_path: Path) -> None:
@@ -374,6 +375,7 @@ def test_a_reference_that_moves_is_resumed(reference: dict[str, Any], dtype: tor
     assert LocalRoles(frozen, make_model(dtype)).roles.keys() == {"actor"}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("where", ["loss", "reward"])
 def test_the_coefficient_of_the_kl_follows_its_target(where: str, tmp_path: Path) -> None:
     make_model().save_pretrained(tmp_path)
@@ -421,6 +423,7 @@ def finished(groups: list[Group], finish: FinishReason, *which: tuple[int, int])
     ]
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 @pytest.mark.parametrize("kl", [{}, {"entropy_coef": 0.1}])
 def test_what_was_cut_off_is_left_out_of_the_loss_and_counts_in_the_comparison(

@@ -73,6 +73,7 @@ def once(step: int) -> range:
     return range(step - 1, step)
 
 
+@pytest.mark.quick_cases(11)
 @pytest.mark.parametrize(
     ("name", "changes", "of", "step", "words"),
     [
@@ -215,6 +216,7 @@ def test_planted_pathologies_are_named_and_healthy_runs_raise_nothing() -> None:
     assert alarms == 0
 
 
+@pytest.mark.quick_cases(4)
 @pytest.mark.parametrize("name", sorted(RANGES))
 def test_each_range_of_the_page_is_one_of_a_condition(name: str) -> None:
     """A metric outside of its range in every step raises the condition whose range it is."""

@@ -159,6 +159,7 @@ def test_dropout_works_in_the_update_alone() -> None:
     np.testing.assert_array_equal(learner.actor.logprobs(batch()), learner.actor.logprobs(batch()))
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("overlap", [False, True])
 async def test_the_engine_samples_from_what_is_trained(overlap: bool) -> None:
     model = tiny()
@@ -339,6 +340,7 @@ def test_what_does_not_fit_is_said(changes: dict[str, Any], said: str) -> None:
         tiny(**changes)
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("change", "section", "said"),
     [

@@ -400,6 +400,7 @@ def test_what_makes_a_gpu_faster_is_said(folder: Path, capsys: pytest.CaptureFix
     assert "advice" not in said_by_check(capsys, recipe, f"model.path={folder}", "model.device=cpu")
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_refused_unless_told(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ async def test_a_mixture_that_sees_tells_what_it_chose_and_is_trained_with_it() 
     assert np.abs(actor.logprobs(other) - batch.tokens["logprobs"]).max() > 1e-3
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(("stand_in", "kind"), [(StandIn, SglangEngine), (VllmStandIn, VllmEngine)])
 async def test_servers_tell_it_of_every_layer(stand_in: Any, kind: Any) -> None:
     """By the protocols of SGLang 0.5.23 and vLLM 0.32 as their sources have them: no CPU build records experts."""

@@ -87,6 +87,7 @@ def same(found: nn.Module, read: Read, wanted: nn.Module) -> None:
             assert mine[name].requires_grad == tensor.requires_grad, name
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize("name", STORED)
 def test_the_bits_are_those_of_the_whole_model(name: str, save: Callable[..., Path]) -> None:
     model, options, changes = STORED[name]

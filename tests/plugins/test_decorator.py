@@ -353,6 +353,7 @@ def test_a_thread_for_an_async_function_is_refused():
             """Wait."""
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(["place", "unit", "via", "limit", "x\ny" * 500]), json_values, max_size=4))
 def test_whatever_a_model_writes_passes_or_is_told(arguments):

@@ -63,6 +63,7 @@ def test_what_is_plainly_meant_is_accepted(rule, value, expected):
     assert type(got) is type(expected)
 
 
+@pytest.mark.quick_cases(9)
 @pytest.mark.parametrize(
     ("rule", "value", "words"),
     [
@@ -289,6 +290,7 @@ EVERYTHING = schema(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abcdefg"), values))
 def test_whatever_a_model_writes_passes_or_is_told(arguments):

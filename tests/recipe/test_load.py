@@ -298,6 +298,7 @@ def test_awkward_text_is_dumped_and_read_back(text):
     assert read_document(dump({text: text}), "test").value == {text: text}
 
 
+@pytest.mark.quick_cases(6)
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.yaml")), ids=lambda p: p.name)
 def test_shipped_recipes_load_and_survive_a_dump(path, tmp_path):
     recipe = load_recipe(path)

@@ -81,6 +81,7 @@ OLD: dict[str, tuple[str, str, str | None]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize("case", OLD)
 def test_what_old_keys_said_is_read(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new, key = OLD[case]

@@ -212,6 +212,7 @@ async def hang(*_, **__):
     await asyncio.Event().wait()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("env", "tool", "boundary"),
     [

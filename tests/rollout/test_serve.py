@@ -318,6 +318,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize("data", BROKEN, ids=range(len(BROKEN)))
 async def test_what_is_no_http_is_answered_and_prints_nothing(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     gateway = Gateway()

@@ -120,6 +120,7 @@ def store(folder: Path, given: list[Group], step: int = 1) -> Path:
     return folder / f"step_{step}.parquet"
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(groups())
 def test_what_is_read_is_what_was(tmp_path_factory: pytest.TempPathFactory, given: list[Group]) -> None:

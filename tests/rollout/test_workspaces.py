@@ -121,6 +121,7 @@ async def test_what_a_rollout_changed_is_kept_and_others_do_not_see_it(provider:
             assert re.search(r"^-\d\n\+changed$", kept["diff"], re.M)
 
 
+@pytest.mark.slow
 async def test_processes_are_gone_before_the_reward(provider: Counted) -> None:
     async def begin(session: Any) -> Any:
         await session.workspace.exec("(trap '' TERM; while true; do echo cheat > n.txt; sleep 0.01; done) &")
@@ -191,6 +192,7 @@ async def test_a_preparation_that_fails_is_the_environment_s_fault_and_is_tried_
     assert env.prepared == {"t0": 2, "t1": 2, "t2": 2}
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("error", [SystemExit(3), RuntimeError("no")])
 @pytest.mark.parametrize("hook", ["prepare", "workspace_spec"])
 async def test_what_a_hook_raises_fails_its_rollouts_alone(provider: Counted, hook: str, error: BaseException) -> None:

@@ -109,6 +109,7 @@ def test_no_modules_import_each_other() -> None:
     assert circles(imports) == []
 
 
+@pytest.mark.slow
 def test_shipped_tools_know_no_environment() -> None:
     found = [
         f"{place}:{line} imports {module}"

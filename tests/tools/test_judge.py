@@ -108,6 +108,7 @@ async def test_a_server_that_is_busy_is_asked_again(server: Server, status: int)
     await made.close()
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize("status", [429, 500, 401, 400])
 async def test_a_server_that_stays_broken_raises(server: Server, status: int) -> None:
     server.script = lambda number, body: status

@@ -34,6 +34,7 @@ def _workers() -> set[int]:
     return set(children("agentrl_tools.rewards.math_worker"))
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("truth", "said", "score"),
     [

@@ -129,6 +129,7 @@ def test_a_mistake_is_one_line(make, words, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_verl_is_stood_in_for_only_when_a_tool_wants_it():
     """And what stands in for it is no package that others could take for verl."""
     code = """
@@ -145,6 +146,7 @@ assert "verl" in sys.modules and not installed()
     subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, check=True)
 
 
+@pytest.mark.slow
 def test_verl_itself_goes_before_the_stand_in(tmp_path):
     """A package called verl that is really there is used, and is not replaced."""
     tools = tmp_path / "verl" / "tools"

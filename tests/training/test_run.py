@@ -262,6 +262,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(player, "load_model", load)
 
 
+@pytest.mark.quick_cases(5)
 @pytest.mark.parametrize(("changes", "words"), MISTAKES, ids=[m[0][0] for m in MISTAKES])
 @pytest.mark.usefixtures("no_model")
 def test_a_mistake_is_refused_before_the_model_is_loaded(

@@ -73,6 +73,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.quick_cases(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -155,6 +156,7 @@ def test_halving_drops_of_the_lower_half_what_is_told_apart(tmp_path: Path) -> N
     assert rows[2]["test accuracy"] == "0.7"
 
 
+@pytest.mark.slow
 def test_halving_drops_nothing_where_all_are_alike(tmp_path: Path) -> None:
     sweep, said = swept(tmp_path / "sweep", [0.5, 0.55, 0.52, 0.5])
     assert not sweep.run(Processes(tmp_path / "sweep/base.yaml", 1, (), said.append), most_steps=0)

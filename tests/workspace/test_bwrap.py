@@ -137,6 +137,7 @@ async def test_memory_of_all_processes_together_is_bounded(provider: BwrapProvid
     assert (await workspace.exec("echo works")).ok
 
 
+@pytest.mark.slow
 async def test_a_fork_bomb_ends(provider: BwrapProvider) -> None:
     workspace = await provider.open(WorkspaceSpec(limits=WorkspaceLimits(processes=40)))
     bomb = "import os, time\nwhile True:\n  try: os.fork()\n  except OSError: time.sleep(0.05)"
@@ -205,6 +206,7 @@ def server() -> Iterator[int]:
 _FETCH = "python3 -c 'import sys, urllib.request as u; print(u.urlopen(sys.argv[1], timeout=10).read().decode())' "
 
 
+@pytest.mark.slow
 async def test_listed_hosts_are_reached_and_no_others(provider: BwrapProvider, server: int) -> None:
     workspace = await provider.open(WorkspaceSpec(network=Network(hosts=(f"127.0.0.2:{server}",))))
     assert (await workspace.exec(f"{_FETCH} http://127.0.0.2:{server}/")).stdout.startswith(b"127.0.0.2:")
@@ -214,6 +216,7 @@ async def test_listed_hosts_are_reached_and_no_others(provider: BwrapProvider, s
     assert not direct.ok
 
 
+@pytest.mark.slow
 async def test_everything_is_reached_where_that_is_asked_for(provider: BwrapProvider, server: int) -> None:
     workspace = await provider.open(WorkspaceSpec(network=Network(everything=True)))
     assert (await workspace.exec(f"{_FETCH} http://127.0.0.2:{server}/")).ok

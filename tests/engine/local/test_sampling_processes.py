@@ -72,6 +72,7 @@ async def turns(engine: LocalEngine, count: int, seed: int = 0, **changes: Any) 
     return [g for pair in await asyncio.gather(*(one(i) for i in range(count))) for g in pair]
 
 
+@pytest.mark.slow
 async def test_they_sample_what_one_process_samples(model: Any, engine: LocalEngine) -> None:
     """To the last bits of a product of other row counts."""
     alone = LocalEngine(model, max_batch=32)
@@ -93,6 +94,7 @@ async def test_the_same_seeds_and_number_give_the_same_to_the_last_bit(model: An
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 async def test_samples_follow_the_models_distribution(model: Any, engine: LocalEngine) -> None:
     prompt, count = [3, 1, 4], 600
     sampling = [Sampling(1, seed=i) for i in range(count)]
@@ -108,6 +110,7 @@ async def test_samples_follow_the_models_distribution(model: Any, engine: LocalE
     assert square < len(common) + 4 * (2 * len(common)) ** 0.5
 
 
+@pytest.mark.slow
 async def test_equal_prompts_are_together_and_the_rest_is_dealt(engine: LocalEngine) -> None:
     apart = engine._apart
     assert apart is not None
@@ -148,6 +151,7 @@ async def test_new_weights_are_read_where_the_trainer_changes_them(model: Any, e
     await alone.close()
 
 
+@pytest.mark.slow
 async def test_weights_change_in_mid_turn_and_each_id_has_its_version(model: Any) -> None:
     engine = LocalEngine(model, max_batch=8, overlap=True, processes=2)
     told: list[int] = []
@@ -169,6 +173,7 @@ async def test_weights_change_in_mid_turn_and_each_id_has_its_version(model: Any
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_abort_sleep_and_cancel(engine: LocalEngine) -> None:
     for attempt in range(5):  # under load the processes may be done before this one has looked
         running = [asyncio.create_task(engine.generate([1, 2 + i], Sampling(250), f"a{attempt}{i}")) for i in range(4)]
@@ -198,6 +203,7 @@ async def test_abort_sleep_and_cancel(engine: LocalEngine) -> None:
     assert (await last).finish is GenerationFinish.ABORT
 
 
+@pytest.mark.slow
 async def test_a_killed_process_is_replaced_and_its_turns_go_on(model: Any, engine: LocalEngine) -> None:
     expected = await turns(engine, 16, max_tokens=60)
     first = engine.processes
@@ -232,6 +238,7 @@ async def test_without_what_makes_them_anew_turns_fail_at_once(engine: LocalEngi
             await work
 
 
+@pytest.mark.slow
 async def test_constraints_are_kept_to() -> None:
     model, tokenizer = load_model(ModelSection(), 0)
     engine = LocalEngine(model, max_batch=8, tokenizer=tokenizer, processes=2)

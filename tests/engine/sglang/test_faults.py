@@ -278,6 +278,7 @@ async def start(parts: Any, **args: Any) -> None:
         await engine.close()
 
 
+@pytest.mark.quick_cases(2)
 @pytest.mark.parametrize(
     ("args", "line"),
     [
@@ -338,6 +339,7 @@ async def test_other_weights_that_cannot_be_replaced(parts: Any) -> None:
         assert server.calls["/pause_generation"] > 0  # ours were offered
 
 
+@pytest.mark.quick_cases(1)
 @pytest.mark.parametrize(
     ("dtype", "shift", "given", "fine"),
     [
@@ -362,6 +364,7 @@ async def test_a_right_server_is_not_refused_for_how_it_rounds(
         assert (server.calls["/pause_generation"] > 0) == given
 
 
+@pytest.mark.slow
 def test_what_the_model_expects_is_compared(parts: Any) -> None:
     """Tokens that it samples, where two kernels agree best, not those of the vocabulary's tail."""
     for probe in (probe_of(*parts), probe_of(parts[0])):

@@ -99,9 +99,12 @@ def _escaped(text: str) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every item by its fixtures and its tier, and sort the files by the last of their tiers."""
+    """Mark every item by its fixtures and its tier, and sort the files by the last of their tiers; what is mostly quick
+    comes last and fills up."""
     order = list(TIERS)
     rank: dict[object, int] = {}
+    sizes = Counter(item.path for item in items)
+    slow = Counter[object]()
     cases = Counter[object]()
     for item in items:
         for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
@@ -116,8 +119,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
         if item.get_closest_marker("long") is None:
             item.add_marker("all")
+        slow[item.path] += item.get_closest_marker("slow") is not None
         if tiers:
             rank[item.path] = max(rank.get(item.path, 0), *tiers)
+    for path, last in rank.items():
+        if order[last] == "slow" and 2 * slow[path] < sizes[path]:  # most of it is quick
+            rank[path] = len(order)
     items.sort(key=lambda item: rank.get(item.path, len(order)))
 
 

@@ -100,8 +100,8 @@ class StrictlyCalling(Protocol):
     """A chat that can say what calls must look like in a turn that is not forced."""
 
     def strict(self, tools: Sequence[dict[str, Json]]) -> Constraint:
-        """That the calls of a turn, wherever it has any, are calls of these tools, with arguments that fit their
-        schemas. Raises UserError, also where calls of this model begin with no token of their own."""
+        """What holds the calls of a turn, wherever it has any, to these tools and their schemas. Raises UserError, also
+        where calls of this model begin with no token of their own."""
         ...
 
 

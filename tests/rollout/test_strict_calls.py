@@ -13,6 +13,7 @@ from agentrl.chat.load import load_chat
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.forward import BlockForward
 from agentrl.compute.packing import pack
+from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.errors import UserError
 from agentrl.gateway.call import Call, Origin
@@ -133,6 +134,32 @@ def test_an_agent_that_offers_the_tools_itself_gets_such_calls() -> None:
     whole = [call["function"] for found in asyncio.run(run()) for call in found.message.get("tool_calls") or ()]
     assert {call["name"] for call in whole if call["name"]} <= {one.name for one in TOOLS}
     assert sum(bool(call["name"]) for call in whole) >= 4
+
+
+async def test_a_turn_that_was_stopped_goes_on_where_its_call_was() -> None:
+    model, tokenizer = load_model(ModelSection(path="tiny"))
+    chat = load_chat(tokenizer, model_path="tiny", kind="auto", tools=[one.schema for one in TOOLS])
+    said = tuple(tokenizer.encode('<tool_call>\n{"name": "', add_special_tokens=False))
+    asked: list[Sampling] = []
+
+    class Stopped(LocalEngine):
+        async def generate(self, ids: Any, sampling: Sampling, request_id: str, on_tokens: Any = None) -> Generation:
+            asked.append(sampling)
+            if len(asked) == 1:
+                return Generation(list(said), [-1.0] * len(said), GenerationFinish.ABORT)
+            return await super().generate(ids, sampling, request_id, on_tokens)
+
+    engine = Stopped(model, max_batch=4, max_context=800, tokenizer=tokenizer)
+    section = RolloutSection(**{**LIMITS, "strict_calls": True})
+    driver = Driver(engine=engine, chat=chat, environment=Desk(), tools=(), limits=section)
+    try:
+        request = driver.request(Task("t", {}), 0)
+        await driver.drive(request, resumable=True)
+        found = await driver.drive(request)
+    finally:
+        await engine.close()
+    assert [one.said for one in asked[:2]] == [(), said]
+    assert calls([found])[0][0] in {"order_status", "place_order"}
 
 
 def test_an_engine_that_tells_no_ids_is_refused_in_one_line() -> None:

@@ -100,11 +100,11 @@ def _escaped(text: str) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every item by its fixtures and its tier, and sort the files by the last of their tiers; what is mostly quick
-    comes last and fills up."""
+    comes last and fills up, that with the most other tests first."""
     order = list(TIERS)
     rank: dict[object, int] = {}
     sizes = Counter(item.path for item in items)
-    slow = Counter[object]()
+    slow, other = Counter[object](), Counter[object]()
     cases = Counter[object]()
     for item in items:
         for fixture in FIXTURES.keys() & set(getattr(item, "fixturenames", ())):
@@ -121,11 +121,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("all")
         slow[item.path] += item.get_closest_marker("slow") is not None
         if tiers:
+            other[item.path] += 1
             rank[item.path] = max(rank.get(item.path, 0), *tiers)
     for path, last in rank.items():
         if order[last] == "slow" and 2 * slow[path] < sizes[path]:  # most of it is quick
             rank[path] = len(order)
-    items.sort(key=lambda item: rank.get(item.path, len(order)))
+    last_ones = [path for path in other if rank[path] == len(order)]
+    at = {path: i for i, path in enumerate(sorted(last_ones, key=lambda path: -other[path]))}
+    items.sort(key=lambda item: (rank.get(item.path, len(order)), at.get(item.path, len(at))))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -28,9 +28,9 @@ def env_serve_command(
     named = ":" in what or what in {plugin.name for plugin in installed("envs")}
     given = list(overrides or [])
     recipe = load_recipe(None, [f"env.name={what}", *given]) if named else load_recipe(what, given)
+    from agentrl.addresses import is_loopback
     from agentrl.containment.event_loop import Runner
     from agentrl.offline.env_server import serve_environment
-    from agentrl.weights.addresses import is_loopback
 
     if key is None:
         key = "" if is_loopback(host) else secrets.token_urlsafe(24)

@@ -24,9 +24,9 @@ def serve_command(
     from agentrl.cli.common import console, recipe_and_model
 
     checked, path = recipe_and_model(what, overrides or [], model)
+    from agentrl.addresses import is_loopback
     from agentrl.containment.event_loop import Runner
     from agentrl.rollout.serve import serve
-    from agentrl.weights.addresses import is_loopback
 
     if key is None:
         key = "" if is_loopback(host) else secrets.token_urlsafe(24)

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from agentrl.addresses import same_host
 from agentrl.checkpoint.pending import Pending
 from agentrl.checkpoint.roles import RoleState, load_roles, save_roles
 from agentrl.cluster.dispatch import ONE_TO_ALL, RANK_ZERO, SPLIT, register
@@ -39,7 +40,6 @@ from agentrl.profiling.step import SYNC
 from agentrl.profiling.worker import InstrumentedWorker, instrumented
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import TeacherSection
-from agentrl.weights.addresses import same_host
 from agentrl.weights.group import agree_with_servers
 from agentrl.weights.publisher import Publisher
 from agentrl.weights.request import WeightRequest, WeightResult

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,9 @@ from agentrl.plugins.registry import load
 from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.rollout import EngineSection
-from agentrl.weights.source import WeightSource
+
+if TYPE_CHECKING:
+    from agentrl.weights.source import WeightSource
 
 
 class GenerationFinish(StrEnum):
@@ -195,7 +197,7 @@ class Engine(Protocol):
         """Stop one request (None: all). `generate` then returns the ids sampled so far, with finish `abort`."""
         return None
 
-    async def update_weights(self, version: int, weights: WeightSource | None = None) -> None:
+    async def update_weights(self, version: int, weights: "WeightSource | None" = None) -> None:
         """Sample from the weights of the trainer's step `version` from now on, and drop state computed with old ones.
 
         weights: the new weights if the trainer is in other processes; None if the engine has the trainer's model.

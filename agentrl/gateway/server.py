@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
+from agentrl.addresses import is_loopback, url_of
 from agentrl.errors import UserError, contained, describe
 from agentrl.gateway import mcp
 from agentrl.gateway.anthropic_messages import AnthropicMessages
@@ -38,7 +39,6 @@ from agentrl.gateway.stream import Writer
 from agentrl.http_server import names_this_machine, quiet_runner
 from agentrl.images import in_image_thread
 from agentrl.plugins.types import Json
-from agentrl.weights.addresses import is_loopback, url_of
 
 CONNECTIONS = 256
 """That one workspace may have at once."""

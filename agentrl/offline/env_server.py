@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from aiohttp import WSMsgType, web
 
 from agentrl import __version__
+from agentrl.addresses import is_loopback, url_of
 from agentrl.errors import InfrastructureError, UserError
 from agentrl.gateway.bounds import check_shape
 from agentrl.gateway.call import GatewayError
@@ -35,7 +36,6 @@ from agentrl.rollout.scorer import Scorer
 from agentrl.rollout.talk import PATIENCE
 from agentrl.rollout.workspaces import workspaces_of
 from agentrl.testing.agent import TextEngine, without_token_limits
-from agentrl.weights.addresses import is_loopback, url_of
 
 MESSAGE_BYTES = 1 << 20
 """The most bytes of one message of a client."""

@@ -14,8 +14,8 @@ from time import perf_counter
 import aiohttp
 import torch
 
+from agentrl.addresses import same_host
 from agentrl.errors import UserError, nearest
-from agentrl.weights.addresses import same_host
 from agentrl.weights.kinds import SERVERS
 from agentrl.weights.server import Facts, PauseMode, WeightServer, WeightUpdateError
 from agentrl.weights.source import Rounded, WeightSource

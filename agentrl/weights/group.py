@@ -21,9 +21,9 @@ from torch.cuda import nccl as _nccl
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from agentrl.addresses import own_address
 from agentrl.cluster.host import interface_of
 from agentrl.containment.threads import in_thread
-from agentrl.weights.addresses import own_address
 from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.transports.base import Failures, each
 

@@ -22,10 +22,10 @@ from time import perf_counter
 
 from safetensors.torch import save_file
 
+from agentrl.addresses import same_host
 from agentrl.containment.threads import in_thread
 from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
-from agentrl.weights.addresses import same_host
 from agentrl.weights.channel import Published
 from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor

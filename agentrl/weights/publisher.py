@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, TypeVar
 import aiohttp
 import torch
 
+from agentrl.addresses import authorization
 from agentrl.containment.threads import in_thread
 from agentrl.models.lora import adapter_config, adapter_state
-from agentrl.weights.addresses import authorization
 from agentrl.weights.channel import KEYS_AND_VALUES, WeightChannel, open_channel
 from agentrl.weights.kinds import SERVERS, folder_for
 from agentrl.weights.lora import Adapter, LoraChannel

@@ -20,6 +20,7 @@ from torch import Tensor
 from toy_trainer import FlatOptimizer, ToyActor
 from warm import started
 
+from agentrl.addresses import authorization
 from agentrl.checkpoint.pending import Pending
 from agentrl.checkpoint.roles import load_roles, save_roles
 from agentrl.compute.batch import Batch
@@ -28,7 +29,6 @@ from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
 from agentrl.weights import open_channel
-from agentrl.weights.addresses import authorization
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import NamedTensor, WeightSource
 

@@ -3,6 +3,8 @@
 import ast
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -17,7 +19,7 @@ ROOMS = (
     "rollout", "gateway", "compute", "checkpoint", "engine", "weights", "trajectory", "data", "chat", "algo",
     "models",
     "plugins", "cluster", "recipe", "scaffold", "constraint", "images", "remote", "terminal", "http_server",
-    "workspace", "containment", "jsonable", "errors", "secrets",
+    "workspace", "containment", "addresses", "jsonable", "errors", "secrets",
 )  # fmt: skip
 """From the top; a room imports itself and what lies below it, nothing else."""
 
@@ -118,6 +120,15 @@ def test_shipped_tools_know_no_environment() -> None:
         if place.startswith("agentrl_tools") and module.startswith("agentrl_envs")
     ]
     assert found == []
+
+
+@pytest.mark.slow
+def test_rollouts_without_a_model_in_their_process_need_no_torch() -> None:
+    """It takes longer to import than an audit, or the test of an environment, takes otherwise."""
+    code = (
+        "import sys, agentrl.audit.run, agentrl.testing, agentrl.offline.env_server; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_circle_is_found() -> None:

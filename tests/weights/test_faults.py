@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import load_file
 from sglang_weights_help import BUCKET, TENSORS, FaultyServer, Weights, channel_to, opened, tiny
 
+from agentrl import addresses
+from agentrl.addresses import on_this_machine, same_host
 from agentrl.engine.servers.server import free_port
 from agentrl.errors import UserError
-from agentrl.weights import ModelWeights, SglangServer, WeightChannel, WeightUpdateError, addresses, open_channel
-from agentrl.weights.addresses import on_this_machine, same_host
+from agentrl.weights import ModelWeights, SglangServer, WeightChannel, WeightUpdateError, open_channel
 from agentrl.weights.source import buckets
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport

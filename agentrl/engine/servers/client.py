@@ -13,10 +13,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
+from agentrl.addresses import authorization
 from agentrl.containment.threads import in_thread
 from agentrl.engine.base import EngineError
 from agentrl.plugins.types import Json
-from agentrl.weights.addresses import authorization
 from agentrl.weights.publisher import KEEP_ALIVE_SECONDS
 
 CONNECT_SECONDS = 10.0

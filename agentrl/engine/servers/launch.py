@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from agentrl.addresses import LOOPBACK
 from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.errors import UserError
 from agentrl.models.shape import context_of
-from agentrl.weights.addresses import LOOPBACK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

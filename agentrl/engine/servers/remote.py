@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from agentrl.addresses import url_of
 from agentrl.cluster.errors import ClusterError
 from agentrl.cluster.placement import names_of
 from agentrl.cluster.pool import ResourcePool, cluster_nodes, own_id, spread
@@ -25,7 +26,6 @@ from agentrl.engine.servers.launch import LaunchPlan, Part
 from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server, free_port
 from agentrl.errors import UserError
 from agentrl.models.download import DOWNLOADING
-from agentrl.weights.addresses import url_of
 from agentrl.weights.request import ServerGpus
 
 REASON_SECONDS = 5.0

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Protocol
 
+from agentrl.addresses import ANY, LOOPBACK, url_of
 from agentrl.cluster.placement import names_of
 from agentrl.containment.process_tree import END_SECONDS, ProcessTree
 from agentrl.containment.threads import in_thread
@@ -18,7 +19,6 @@ from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.errors import UserError
 from agentrl.models.download import download
 from agentrl.recipe.secrets import masked_words
-from agentrl.weights.addresses import ANY, LOOPBACK, url_of
 from agentrl.weights.request import ServerGpus
 
 POLL_SECONDS = 0.5

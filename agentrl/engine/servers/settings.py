@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from agentrl.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 from agentrl.engine.servers.adapters import AdapterNeeds
 from agentrl.engine.servers.launch import Flag, LaunchPlan, launch_command, plain_flags, sizes_of
 from agentrl.errors import UserError
 from agentrl.models.vision import Vision
 from agentrl.plugins.types import Json
-from agentrl.weights.addresses import KEY_VARIABLE, given_key, is_loopback, listen_host, new_key
 from agentrl.weights.server import PauseMode
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from agentrl.addresses import same_host
 from agentrl.cluster.placement import Launched
 from agentrl.containment.threads import in_thread
 from agentrl.engine.base import Sampling
@@ -28,7 +29,6 @@ from agentrl.engine.vllm.command import VllmPlan, gpus_of
 from agentrl.engine.vllm.wire import PATH, PREFIX, VllmReader, pictured, request_body
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
-from agentrl.weights.addresses import same_host
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from sglang_help import tiny
 
+from agentrl import addresses
+from agentrl.addresses import KEY_VARIABLE, is_own, listen_host, own_address, url_of
 from agentrl.engine.servers.settings import Settings
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.errors import UserError
-from agentrl.weights import addresses
-from agentrl.weights.addresses import KEY_VARIABLE, is_own, listen_host, own_address, url_of
 
 
 @pytest.fixture(autouse=True)

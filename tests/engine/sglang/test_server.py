@@ -20,6 +20,7 @@ from sglang_server_help import FAKE, plan, started
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of
 from warm import Python
 
+from agentrl.addresses import KEY_VARIABLE, authorization
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.servers import server as launched_server
@@ -28,7 +29,6 @@ from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.weights import ModelWeights, SglangServer, WeightChannel
-from agentrl.weights.addresses import KEY_VARIABLE, authorization
 from agentrl.weights.transports.nccl import GroupTransport
 
 

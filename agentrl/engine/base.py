@@ -184,6 +184,10 @@ class Engine(Protocol):
         before this returns: together they are `Generation.ids`. What it raises is logged by the event loop.
         """
 
+    def check_constraint(self, sampling: Sampling) -> None:
+        """Try `sampling.constraint` before a turn needs it, where `constrains`. Raises ConstraintError."""
+        return None
+
     def fork(self, request_id: str, others: Sequence[str]) -> None:
         """Note that the first prompt of the new conversation `request_id` begins like the conversations `others`, as
         far as it does, so that their cached state may serve it too. An engine that finds that out itself ignores it."""

@@ -159,13 +159,18 @@ class Grammars:
         return " ".join([*parts, *([json.dumps(text)] if text else [])])
 
 
-async def matcher_for(grammars: Grammars | None, sampling: Sampling) -> Matcher | None:
-    """A matcher for a turn, made in a thread; None where it is not constrained. Raises ConstraintError."""
+def compiled_matcher(grammars: Grammars | None, sampling: Sampling) -> Matcher | None:
+    """A matcher for a turn; None where it is not constrained. May take a second. Raises ConstraintError."""
     if sampling.constraint is None:
         return None
     if grammars is None:
         raise ConstraintError("the engine was given no tokenizer to read a schema by")
-    return await in_thread(grammars.matcher, sampling)
+    return grammars.matcher(sampling)
+
+
+async def matcher_for(grammars: Grammars | None, sampling: Sampling) -> Matcher | None:
+    """`compiled_matcher`, in a thread where there is anything to compile."""
+    return None if sampling.constraint is None else await in_thread(compiled_matcher, grammars, sampling)
 
 
 def _line(text: str) -> str:

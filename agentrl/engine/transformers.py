@@ -23,7 +23,7 @@ from agentrl.engine.base import (
     Sampling,
     checked_prompt,
 )
-from agentrl.engine.grammar import Grammars, Matcher, matcher_for
+from agentrl.engine.grammar import Grammars, Matcher, compiled_matcher, matcher_for
 from agentrl.engine.local.choose import PROBE_TOKENS, TOLERANCE
 from agentrl.engine.local.engine import copy_into
 from agentrl.engine.local.module_runner import evaluating
@@ -170,6 +170,9 @@ class TransformersEngine(Engine):
             row.aborted = True  # where it was cancelled
             if row in self._waiting:
                 self._waiting.remove(row)
+
+    def check_constraint(self, sampling: Sampling) -> None:
+        compiled_matcher(self._grammars, sampling)
 
     def abort(self, request_id: str | None = None) -> None:
         for row in [*self._waiting, *self._running]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from agentrl.chat.base import Chat, ParsedTurn, Seeing, StrictlyCalling
 from agentrl.constraint import Constraint
 from agentrl.containment.deadline import GRACE, CancelledFromWithinError, DeadlineExceededError, DeadlineTimer
-from agentrl.engine.base import Engine, EngineError, Generation, GenerationFinish, Sampling
+from agentrl.engine.base import ConstraintError, Engine, EngineError, Generation, GenerationFinish, Sampling
 from agentrl.errors import EnvironmentLostError, UserError, WorkspaceError, contained, describe, nearest
 from agentrl.images import ImageSpan, all_stored, check_count, hashes, keyed, without_last_image
 from agentrl.plugins.environment import Environment
@@ -95,7 +95,11 @@ class Driver:
                     "that allowed, which the trainer has to know; use the engine local or transformers, or leave it out"
                 )
             if self._schemas:
-                self._strict(Conversation(), list(self._schemas.values()))
+                constraint = self._strict(Conversation(), list(self._schemas.values()))
+                try:
+                    engine.check_constraint(Sampling(1, stop_ids=chat.stop_ids, constraint=constraint))
+                except ConstraintError as error:
+                    raise UserError(f"rollout.strict_calls: {error}") from None
 
     @property
     def patience(self) -> float:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,7 +19,8 @@ from agentrl.errors import UserError
 from agentrl.gateway.call import Call, Origin
 from agentrl.models.load import load_model
 from agentrl.plugins.decorator import tool
-from agentrl.plugins.types import Task
+from agentrl.plugins.tool import Tool
+from agentrl.plugins.types import Session, Task
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.rollout import CompactSection, RolloutSection
 from agentrl.rollout.driver import Driver
@@ -160,6 +161,21 @@ async def test_a_turn_that_was_stopped_goes_on_where_its_call_was() -> None:
         await engine.close()
     assert [one.said for one in asked[:2]] == [(), said]
     assert calls([found])[0][0] in {"order_status", "place_order"}
+
+
+def test_a_schema_that_cannot_be_kept_to_is_refused_before_the_first_rollout() -> None:
+    class Pack(Tool):
+        name, description = "pack", "Pack what has a code, which is not 0."
+        parameters: ClassVar = {"type": "object", "properties": {"code": {"type": "string", "not": {"enum": ["0"]}}}}
+
+        async def execute(self, session: Session, **arguments: Any) -> str:
+            return "packed"
+
+    model, tokenizer = load_model(ModelSection(path="tiny"))
+    chat = load_chat(tokenizer, model_path="tiny", kind="auto", tools=[Pack().schema])
+    engine = LocalEngine(model, max_batch=1, max_context=800, tokenizer=tokenizer)
+    with pytest.raises(UserError, match=r"^rollout\.strict_calls: the schema cannot be kept to: "):
+        Driver(engine=engine, chat=chat, environment=Env(), tools=(Pack(),), limits=RolloutSection(strict_calls=True))
 
 
 def test_an_engine_that_tells_no_ids_is_refused_in_one_line() -> None:

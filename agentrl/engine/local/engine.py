@@ -30,7 +30,7 @@ from agentrl.engine.base import (
     checked_prompt,
     tell,
 )
-from agentrl.engine.grammar import Grammars, matcher_for
+from agentrl.engine.grammar import Grammars, compiled_matcher, matcher_for
 from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
 from agentrl.engine.local.processes import RETURN_TICKS, SamplingProcesses, SharedWeights, deliver, quickest
@@ -185,6 +185,9 @@ class LocalEngine(Engine):
 
     def finish(self, request_id: str) -> None:
         (self._apart or self.scheduler).finish(request_id)
+
+    def check_constraint(self, sampling: Sampling) -> None:
+        compiled_matcher(self._grammars, sampling)
 
     def fork(self, request_id: str, others: Sequence[str]) -> None:
         """See `Engine.fork`. Keys and values are copied as far as the tokens agree, where a slot still holds them."""

@@ -2,7 +2,7 @@
 
     python benchmarks/own_task.py                                  the three worlds of domains.py, three seeds
     python benchmarks/own_task.py --env package.module:Environment --seeds 0
-    python benchmarks/own_task.py --seeds '' --model runs/tiny_tools/checkpoints/step_2200     where a model starts
+    python benchmarks/own_task.py --seeds '' --model tiny                  where a model starts
 
 Each run is a process of its own with one thread; `--parallel` of them work at a time. Runs stay in `--folder`, and one
 that is there already is not made again. Reported: held-out accuracy before and after, and the minutes of the whole run,
@@ -25,11 +25,11 @@ from rich.table import Table
 DOMAINS = ("domains:OrderDesk", "domains:Library", "domains:UnitConversion")
 RECIPE = {
     "rollout": {
-        "tasks": 8, "n": 8, "max_turns": 6, "max_tool_calls_per_turn": 1, "max_turn_tokens": 80,
+        "tasks": 8, "n": 16, "max_turns": 6, "max_tool_calls_per_turn": 1, "max_turn_tokens": 80,
         "max_tool_tokens": 80, "max_tokens": 800, "strict_calls": True,
     },
     "train": {"lr": 2e-4, "save_every": 0, "threads": 1},
-    "eval": {"tasks": 256, "every": 10},
+    "eval": {"tasks": 256, "every": 25},
 }  # fmt: skip
 CHILD = """
 import sys, agentrl
@@ -73,9 +73,9 @@ def curve(env: str, seed: int, recipe: Path, options: argparse.Namespace) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", action="append", help="module:class; may be given several times")
-    parser.add_argument("--model", default="tiny", help="where it begins, such as what recipes/tiny_tools.yaml makes")
+    parser.add_argument("--model", default="tiny_tools", help="where it begins")
     parser.add_argument("--seeds", default="0,1,2", help="empty: nothing is trained")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--parallel", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("runs/own_task"))
     parser.add_argument("overrides", nargs="*", help="of the recipe, such as train.lr=1e-4")

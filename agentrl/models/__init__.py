@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-EMBEDDED = ("tiny", "tiny_vision")
-"""The `model.path` of the embedded models: one that reads text, and one that sees."""
+EMBEDDED = ("tiny", "tiny_vision", "tiny_tools")
+"""The `model.path` of the embedded models: it calls a calculator, it sees, or it calls tools that it has never seen."""
 
 LESSONS: Mapping[str, tuple[str, ...]] = {"tiny": ("calculator",), "tiny_vision": ("move", "pick_up")}
 """The tools of which the lessons of an embedded model consist, where it can call no others."""
@@ -15,16 +15,19 @@ def never_seen(path: str, tools: Iterable[str], own_format: bool) -> str | None:
 
     path: `model.path`. tools: the names of those that are offered. own_format: whether the recipe names another chat
     template or format than the model's."""
-    if path not in LESSONS:
+    if path not in EMBEDDED:
         return None
-    known, new = LESSONS[path], sorted(set(tools) - set(LESSONS[path]))
+    known = LESSONS.get(path)
+    new = [] if known is None else sorted(set(tools) - set(known))
     given = [f"the tools {', '.join(new)}" if len(new) > 1 else f"the tool {new[0]}"] if new else []
     given += ["a chat format of its own (model.chat, model.chat_template)"] if own_format else []
     if not given:
         return None
+    learned = "" if known is None else f": it learned to call {', '.join(known)} alone"
+    other = "another model" if known is None else "a model that calls any tools, such as tiny_tools"
     return (
-        f"the embedded model {path} has never seen {' and '.join(given)}: it learned to call {', '.join(known)} alone. "
-        "Teach it first (start: demonstrations in the recipe, docs/fine_tuning.md), or take another model"
+        f"the embedded model {path} has never seen {' and '.join(given)}{learned}. "
+        f"Teach it first (start: demonstrations in the recipe, docs/fine_tuning.md), or take {other}"
     )
 
 

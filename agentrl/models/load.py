@@ -273,12 +273,11 @@ def resolve(path: str) -> str:
         return str(folder)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
     if looks_local or folder.exists():
-        raise UserError(f"model.path: {path} is no folder; give an existing one, a hub name, or {_embedded()}")
+        raise UserError(
+            f"model.path: {path} is no folder; give an existing one, a hub name, or one that ships with agentrl: "
+            f"{', '.join(EMBEDDED)}"
+        )
     return path
-
-
-def _embedded() -> str:
-    return " or ".join(map(repr, EMBEDDED))
 
 
 def _base_of(adapter: Path) -> str:

@@ -52,6 +52,8 @@ def test_what_a_run_warns_of_before_its_first_step_is_said(recipe: str, capsys: 
         ("tiny", ["lend"], False, "tiny has never seen the tool lend: it learned to call calculator alone"),
         ("tiny", ["lend", "calculator", "buy"], True, "never seen the tools buy, lend and a chat format of its own"),
         ("tiny_vision", ["move", "pick_up"], False, None),
+        ("tiny_tools", ["lend", "buy"], False, None),
+        ("tiny_tools", ["lend"], True, "tiny_tools has never seen a chat format of its own (model.chat, "),
         ("some/model", ["lend"], True, None),
     ],
 )

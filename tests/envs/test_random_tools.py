@@ -2,6 +2,7 @@
 
 import re
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from random import Random
 
@@ -11,7 +12,11 @@ from agentrl_envs.random_tools.lessons import ERRANDS, make_lesson
 from fakes import call, make_driver
 from paths import ROOT
 
+import agentrl
 from agentrl.errors import UserError
+from agentrl.plugins.types import ArgumentError
+from agentrl.recipe.load import load_recipe
+from agentrl.rollout.stored import folder_files, read_samples
 from agentrl.testing import call as line
 from agentrl.testing import check_environment
 from agentrl.trajectory import FinishReason, check_invariants
@@ -50,9 +55,12 @@ def script_of(said, write=call):
     ]
 
 
-@pytest.mark.parametrize(("split", "errands"), [("train", 0.0), ("train", 1.0), ("validation", 0.0), ("test", 0.0)])
-async def test_demonstrations_are_paid_and_say_what_the_tools_say(split, errands):
-    env = RandomTools(errands=errands)
+@pytest.mark.parametrize(
+    ("split", "shares"),
+    [("train", {}), ("train", {"errands": 1.0}), ("train", {"vague": 1.0}), ("validation", {}), ("test", {})],
+)
+async def test_demonstrations_are_paid_and_say_what_the_tools_say(split, shares):
+    env = RandomTools(**shares)
     for task in env.tasks(split)[:40]:
         said = env.demonstrate(task, Random(0), "clean")
         trajectory = await play(env, task, script_of(said))
@@ -137,6 +145,20 @@ def test_what_an_errand_says_is_in_the_description_of_the_tool_that_is_called():
         assert len(lesson.requests) < ERRANDS
 
 
+@pytest.mark.parametrize("errands", [0.0, 1.0])
+def test_what_is_vague_does_not_say_which_tool_is_meant(errands):
+    told = []
+    for vague in (0.0, 1.0):
+        shared = []
+        for i in range(60):
+            for request in make_lesson(f"vague/{i}", drills=1.0, errands=errands, vague=vague).requests:
+                tool = request.calls[0][0]
+                shared.append(bool(words_of(request.text) & (words_of(tool.description) - {"the", "a", "of", "by"})))
+        told.append(sum(shared) / len(shared))
+    assert told[0] > 0.9
+    assert told[1] < 0.15
+
+
 @pytest.mark.slow
 def test_no_tool_and_no_argument_of_the_test_split_is_in_a_lesson(lessons):
     errands = [make_lesson(f"random_tools/train/0/{i}", errands=1.0) for i in range(LESSONS)]
@@ -161,6 +183,31 @@ def test_the_worlds_of_the_benchmark_share_no_name_and_no_sentence_with_the_less
         assert not arguments & {name for tool in env.tools() for name in tool.parameters["properties"]}
         requests = [task.data["request"] for task in env.tasks("test")]
         assert not sentences & {VALUE.sub("_", request) for request in requests}
+
+
+@pytest.mark.slow
+def test_the_embedded_model_calls_tools_that_it_has_never_seen(tmp_path):
+    keys = ["model.path=tiny_tools", "sft.new_model=null", "env.args={}", "eval.rollout.temperature=0"]
+    sizes = ["eval.tasks=48", "rollout.max_turns=1", "rollout.max_turn_tokens=100", "rollout.strict_calls=true"]
+    recipe = load_recipe(ROOT / "recipes" / "tiny_tools.yaml", [*keys, *sizes])
+    agentrl.evaluate(recipe, splits=["test"], keep=tmp_path)
+    env, named, fitting, right = RandomTools(), 0, 0, 0
+    for file in folder_files(tmp_path):
+        for sample in read_samples(file.path):
+            lesson = env.lesson(sample.trajectory.task)
+            said = next(m for m in sample.trajectory.messages if m["role"] == "assistant")
+            called = said["tool_calls"][0]["function"] if said.get("tool_calls") else {"name": "", "arguments": {}}
+            for tool in lesson.tools:
+                if tool.name == called["name"]:
+                    named += 1
+                    with suppress(ArgumentError):
+                        arguments = tool.check(called["arguments"])
+                        fitting += 1
+                        wanted, given = lesson.requests[0].calls[0]
+                        right += wanted is tool and arguments == tool.check(given)
+    assert named >= 0.9 * 48
+    assert fitting >= 0.9 * 48
+    assert right >= 0.4 * 48
 
 
 @pytest.mark.slow

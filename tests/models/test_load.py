@@ -12,6 +12,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from agentrl.errors import UserError
 from agentrl.fine_tuning.new_model import train_tokenizer
 from agentrl.learner.actor import off_policy_of
+from agentrl.models import embedded_path
 from agentrl.models.image_families import family_of
 from agentrl.models.load import (
     find_device,
@@ -37,7 +38,7 @@ TINY = Qwen3Config(
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/folder", "a/b/c"])
 def test_a_missing_folder(path: str) -> None:
-    with pytest.raises(UserError, match=r"is no folder; give an existing one, a hub name, or 'tiny' or 'tiny_vision'"):
+    with pytest.raises(UserError, match=r"is no folder; .* one that ships .*: tiny, tiny_vision, tiny_tools$"):
         resolve(path)
 
 
@@ -206,13 +207,16 @@ def test_servers_must_be_told_the_settings_too() -> None:
     )
 
 
-def test_the_embedded_model_that_sees_is_what_its_recipe_makes() -> None:
-    made = load_recipe(str(ROOT / "recipes" / "tiny_vision.yaml")).sft.new_model
-    assert made.vision is not None
-    model, tokenizer = load_model(ModelSection(path="tiny_vision"))
-    assert tokenizer.image_input is not None
+@pytest.mark.parametrize("name", ["tiny_vision", "tiny_tools"])
+def test_an_embedded_model_is_what_its_recipe_makes(name: str) -> None:
+    made = load_recipe(str(ROOT / "recipes" / f"{name}.yaml")).sft.new_model
+    model, tokenizer = load_model(ModelSection(path=name))
     assert tokenizer.chat_template.strip() == Path(made.chat_template).read_text(encoding="utf-8").strip()
-    text = model.config.text_config
+    text = model.config.get_text_config()
     known = {**text.to_dict(), "rope_theta": text.rope_parameters["rope_theta"]}
-    for wanted, found in ((made.config, known), (made.vision, model.config.vision_config.to_dict())):
-        assert {key: found[key] for key in wanted} == wanted
+    assert {key: known[key] for key in made.config} == made.config
+    assert (made.vision is None) == (tokenizer.image_input is None) == (name == "tiny_tools")
+    if made.vision is not None:
+        seeing = model.config.vision_config.to_dict()
+        assert {key: seeing[key] for key in made.vision} == made.vision
+    assert sum(file.stat().st_size for file in embedded_path(name).iterdir()) < 6e6

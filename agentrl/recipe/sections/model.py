@@ -50,8 +50,8 @@ class ModelSection(Section):
     """The model to train."""
 
     path: str = "tiny"
-    """`tiny` (calls a calculator) or `tiny_vision` (sees), which ship with the package; a Hugging Face folder, the URL
-    of one (s3://, gs://), or a name on the hub."""
+    """`tiny` (calls a calculator), `tiny_vision` (sees) or `tiny_tools` (calls tools that it has never seen), which
+    ship with the package; a Hugging Face folder, the URL of one (s3://, gs://), or a name on the hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are trained."""
     device: str = "auto"

@@ -17,9 +17,11 @@ KEPT = 4096  # lessons that are remembered
 
 
 @lru_cache(KEPT)
-def lesson_of(split: str, index: int, seed: int, drills: float = DRILLS, errands: float = 0.0) -> Lesson:
+def lesson_of(
+    split: str, index: int, seed: int, drills: float = DRILLS, errands: float = 0.0, vague: float = 0.0
+) -> Lesson:
     """The lesson of a task. Those of `test` are of words that no other has."""
-    return make_lesson(f"random_tools/{split}/{seed}/{index}", split == "test", drills, errands)
+    return make_lesson(f"random_tools/{split}/{seed}/{index}", split == "test", drills, errands, vague)
 
 
 def _task(split: str, index: int, seed: int) -> Task:
@@ -30,7 +32,8 @@ class RandomTools(Environment):
     """Requests that take one to three calls each, of tools that no other task has; up to eight follow each other.
 
     source: `generated`, which is all there is. seed: of the training tasks. errands: share of tasks that are chains of
-    commands without arguments. drills: share of the rest that are many short requests to the same tools. Rewards:
+    commands without arguments. drills: share of the rest that are many short requests to the same tools. vague: share
+    of requests by which no tool can be told, so that a model learns to try any where it does not know. Rewards:
     `answer`, 1 where each answer has what was asked for, after exactly the changes that were wanted. Tools of the split
     `test` have no word in common with those of the others.
     """
@@ -39,9 +42,11 @@ class RandomTools(Environment):
     reward_parts = ("answer",)
     splits = ("validation", "test")
 
-    def __init__(self, source: str = "generated", seed: int = 0, drills: float = DRILLS, errands: float = 0.0) -> None:
+    def __init__(
+        self, source: str = "generated", seed: int = 0, drills: float = DRILLS, errands: float = 0.0, vague: float = 0.0
+    ) -> None:
         check_generated(self, source)
-        self._seed, self._drills, self._errands = seed, drills, errands
+        self._seed, self._shares = seed, (drills, errands, vague)
 
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)
@@ -49,7 +54,7 @@ class RandomTools(Environment):
 
     def lesson(self, task: Task) -> Lesson:
         """The world of a task."""
-        return lesson_of(task.data["split"], task.data["index"], task.data["seed"], self._drills, self._errands)
+        return lesson_of(task.data["split"], task.data["index"], task.data["seed"], *self._shares)
 
     def tools_for(self, task: Task) -> Sequence[Tool]:
         return self.lesson(task).tools

@@ -129,8 +129,8 @@ SYSTEMS = ("You are a helpful assistant.", "Use the tools.", "You work for {pers
 class Teacher:
     """Makes the lessons of one world."""
 
-    def __init__(self, rng: Random, held_out: bool, drills: float, errands: float) -> None:
-        self.rng, self.world, self.drills, self.errands = rng, World(rng, held_out), drills, errands
+    def __init__(self, rng: Random, held_out: bool, drills: float, errands: float, vague: float) -> None:
+        self.rng, self.world, self.drills, self.errands, self.vague = rng, World(rng, held_out), drills, errands, vague
         self.tools: list[RandomTool] = []
         self.calls: list[Call] = []
         self.changes: list[list[Json]] = []
@@ -185,7 +185,10 @@ class Teacher:
         requests: list[Request] = []
         while (left := ERRANDS - len(results)) > 0:
             chain = rng.choices(tools, k=min(left, rng.randint(2, 8)))
-            texts = [self._scattered(*(parts if rng.random() < 0.6 else parts[:2]), most=1) for _, parts in chain]
+            texts = [
+                self._scattered(*self._unless_vague(parts if rng.random() < 0.6 else parts[:2]), most=1)
+                for _, parts in chain
+            ]
             value = json_text(rng.choice(w.RESULTS)(rng))
             results += [*texts[1:], value]
             calls: list[Call] = [(tool, {}) for tool, _ in chain]
@@ -232,6 +235,7 @@ class Teacher:
         return Request(text, [(tool, given)], self._short_answer(value), [value], [[tool.name, given]])
 
     def _short_command(self, noun: str, verb: str, tool: RandomTool, value: str) -> Request:
+        verb, noun = self._unless_vague((verb, noun))
         if self.rng.random() < SCATTERED:
             text = self._scattered(verb.replace("_", " "), noun)
         else:
@@ -240,6 +244,13 @@ class Teacher:
 
     def _short_answer(self, value: str) -> str:
         return value if self.world.style == "bare" else f"It is {value}."
+
+    def _is_vague(self) -> bool:
+        return self.vague > 0 and self.rng.random() < self.vague
+
+    def _unless_vague(self, parts: Sequence[str]) -> Sequence[str]:
+        """The parts of a request, or as many words that tell nothing: a model learns that it could be any tool."""
+        return [self.world.words.short(w.NOUNS) for _ in parts] if self._is_vague() else parts
 
     def _common(self, count: int) -> list[str]:
         return self.rng.choices(w.COMMON, k=count)
@@ -452,13 +463,18 @@ class Teacher:
     def _order(self, topic: Topic, verb: str, key: str, arguments: Sequence[Argument]) -> str:
         """A request to do something, with what it takes."""
         rng, said, thing = self.rng, list[str](), self._thing(topic, key)
+        if self._is_vague():
+            verb, thing = self.world.words.of(w.VERBS, self.world.used), key.removeprefix(f"{topic.noun} ")
+        bare = self._is_vague()  # values alone, which their place and type tell apart, if anything does
         given = [argument for argument in arguments if argument.value is not None]
         kinds = [argument.kind for argument in given]
         for i, argument in enumerate(given):
             if argument.kind == "pair":
-                said[-1] = f"from {json_text(given[i - 1].value)} to {json_text(argument.value)}"
+                said[-1] = f"{'' if bare else 'from '}{json_text(given[i - 1].value)} to {json_text(argument.value)}"
             elif argument.kind == "boolean":
                 said.append(rng.choice((argument.name, f"make it {argument.name}", f"with {argument.name}")))
+            elif bare:
+                said.append(json_text(argument.value))
             elif kinds.count(argument.kind) == 1 and rng.random() < 0.4 and argument.kind != "string":
                 if argument.kind == "integer" and rng.random() < 0.4:
                     thing = rng.choice((f"{argument.value} of {thing}", f"{argument.value} {thing}"))
@@ -486,6 +502,9 @@ class Teacher:
         return isinstance(value, str) and self.rng.random() < 0.2
 
     def _question(self, topic: Topic, attribute: str, key: str) -> str:
+        if self._is_vague():
+            attribute, key = self.world.words.of(w.ATTRIBUTES), key.removeprefix(f"{topic.noun} ")
+            return self._fill(self.rng.choice(QUESTIONS), attribute=attribute, thing=key)
         if attribute in PARAPHRASES and self.rng.random() < 0.4:
             return self._fill(PARAPHRASES[attribute], thing=self._thing(topic, key))
         if self.rng.random() < SCATTERED:
@@ -561,7 +580,9 @@ KINDS: Mapping[Callable[[Teacher], tuple[str, str, list[str]]], float] = {
 """Kinds of lessons, with their relative frequencies."""
 
 
-def make_lesson(seed: str, held_out: bool = False, drills: float = DRILLS, errands: float = 0.0) -> Lesson:
+def make_lesson(
+    seed: str, held_out: bool = False, drills: float = DRILLS, errands: float = 0.0, vague: float = 0.0
+) -> Lesson:
     """The lesson of a seed; with `held_out`, of words that no other lesson has. errands: share of lessons that are;
-    drills: share of the rest."""
-    return Teacher(Random(seed), held_out, drills, errands).lesson()
+    drills: share of the rest. vague: share of requests that do not say which tool is meant."""
+    return Teacher(Random(seed), held_out, drills, errands, vague).lesson()

@@ -135,10 +135,19 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> object:
         if (known := _RECORDS.get((module, name))) is not None:
             return type("_Record", (_Record,), {"name": known})
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not allowed there")
+
+
+def _member(kind: object, name: object) -> _Record:
+    """A member of an enum, as Python before 3.11.4 pickles it: by `getattr`, of the enum, and its name."""
+    if not (isinstance(kind, type) and issubclass(kind, _Record)):
+        raise TypeError(f"an attribute of {kind!r} is asked for")
+    return kind(name)
 
 
 def _metadata(record: object) -> Metadata:

@@ -424,6 +424,8 @@ def hostile(saved: Path, ran: Path) -> Iterator[tuple[str, Any]]:
     yield "torch", Hostile(torch.load, (str(ran),))
     yield "beside", dataclasses.replace(real, planner_data=attack)
     yield "as a size", Hostile(torch.Size, (attack,))
+    yield "an attribute", Hostile(getattr, (torch.Size, "__call__"))
+    yield "an attribute of torch", Hostile(getattr, (torch.float32, "is_complex"))
     yield "bytes", dataclasses.replace(real, state_dict_metadata={"x": BytesStorageMetadata()})
     yield (
         "a path",
@@ -450,7 +452,26 @@ def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"actor: \.metadata is not what is written for tensors: "):
             load_roles({"actor": Role.of(tiny())}, saved.path)
         assert not ran.exists(), name
-    assert len(attacks) == 10
+    assert len(attacks) == 12
+
+
+def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path) -> None:
+    """Before 3.11.4, which Debian 12 lacks, members of an enum were pickled as attributes of it."""
+    import enum
+    import io
+    import pickle
+
+    class ByName(pickle.Pickler):
+        def reducer_override(self, found: object) -> Any:
+            return (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
+
+    saved = Checkpoints(tmp_path, 1).save(1, saver(actor=learned(1)), {})
+    file = saved.path / "trainer" / "actor" / ".metadata"
+    known, rewritten = sharded.read_metadata(file), io.BytesIO()
+    ByName(rewritten).dump(pickle.loads(file.read_bytes()))
+    assert b"getattr" in rewritten.getvalue()
+    write(file, rewritten.getvalue())
+    assert sharded.read_metadata(file) == known
 
 
 @pytest.mark.parametrize("kind", ["gone", "metadata", "values", "missing"])

@@ -1,5 +1,6 @@
 """Tars between this machine and workspaces. What comes from a workspace is strangers' and is bounded and checked."""
 
+import copy
 import io
 import posixpath
 import tarfile
@@ -43,8 +44,14 @@ def unpacked_to(tar: bytes, remote: str, local: Path) -> None:
                     local.write_bytes(_content(source, member))
                 elif below == ".":
                     local.mkdir(parents=True, exist_ok=True)
+                elif not hasattr(tarfile, "data_filter"):
+                    raise PathError(
+                        f"{remote}: folders are fetched by Python 3.11.4 or later alone, which checks links"
+                    )
                 else:
-                    source.extract(member.replace(name=below, deep=False), local, filter="data")
+                    renamed = copy.copy(member)
+                    renamed.name = below
+                    source.extract(renamed, local, filter="data")
     except tarfile.TarError as error:
         raise PathError(f"{remote}: {error}") from None
 

@@ -6,6 +6,7 @@ Everything is imported before the fork, since what could be imported in it would
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import io
@@ -133,6 +134,7 @@ def unpack(request: dict[str, Any], source: int, target: int) -> None:
     with io.FileIO(source, closefd=False) as raw:
         try:
             with tarfile.open(fileobj=io.BufferedReader(raw, _CHUNK), mode="r|") as tar:
+                tar.extraction_filter = lambda member, path: member  # all of it; Python before 3.11.4 knows no other
                 for member in tar:
                     _extract(tar, member)
         except (tarfile.TarError, EOFError) as error:
@@ -143,13 +145,14 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
     path = os.path.normpath("/" + member.name)
     if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
         return
-    member = member.replace(name=path.lstrip("/"), deep=False)
+    member = copy.copy(member)
+    member.name = path.lstrip("/")
     if os.path.lexists(path) and not (member.isdir() and os.path.isdir(path) and not os.path.islink(path)):
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:
             os.unlink(path)
-    tar.extract(member, "/", numeric_owner=True, filter="fully_trusted")
+    tar.extract(member, "/", numeric_owner=True)
 
 
 def kill(request: dict[str, Any], *fds: int) -> None:

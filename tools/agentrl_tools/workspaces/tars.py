@@ -1,5 +1,6 @@
 """Tars of a daemon or a service, which are strangers': their members are renamed, and checked."""
 
+import copy
 import io
 import posixpath
 import tarfile
@@ -79,7 +80,7 @@ def joined(tars: Mapping[str, bytes], links: Mapping[str, str]) -> bytes:
                     if not name or not _is_plain(member):
                         continue
                     link = _below(path, member.linkname) if member.islnk() else member.linkname
-                    kept = member.replace(name=name, linkname=link, uid=0, gid=0, uname="", gname="", deep=False)
+                    kept = _changed(member, name, link, 0, 0)
                     kept.pax_headers = {}
                     target.addfile(kept, source.extractfile(member) if member.isreg() else None)
     return buffer.getvalue()
@@ -107,7 +108,7 @@ def cleaned(tar: bytes, owner: tuple[int, int]) -> bytes:
                     continue
                 link = posixpath.normpath("/" + member.linkname).lstrip("/") if member.islnk() else member.linkname
                 uid, gid = (member.uid, member.gid) if member.uid else owner
-                kept = member.replace(name=name, linkname=link, uid=uid, gid=gid, uname="", gname="", deep=False)
+                kept = _changed(member, name, link, uid, gid)
                 kept.pax_headers = {}
                 target.addfile(kept, source.extractfile(member) if member.isreg() else None)
     except (tarfile.TarError, EOFError, OSError, ValueError) as error:
@@ -140,3 +141,9 @@ def of_file(top: str, path: str, data: bytes, mode: int, owner: tuple[int, int])
 
 def _is_plain(member: tarfile.TarInfo) -> bool:
     return member.isreg() or member.isdir() or member.issym() or member.islnk()
+
+
+def _changed(member: tarfile.TarInfo, name: str, link: str, uid: int, gid: int) -> tarfile.TarInfo:
+    made = copy.copy(member)
+    made.name, made.linkname, made.uid, made.gid, made.uname, made.gname = name, link, uid, gid, "", ""
+    return made

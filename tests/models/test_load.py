@@ -12,7 +12,7 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from agentrl.errors import UserError
 from agentrl.fine_tuning.new_model import train_tokenizer
 from agentrl.learner.actor import off_policy_of
-from agentrl.models import embedded_path
+from agentrl.models import EMBEDDED, embedded_path
 from agentrl.models.image_families import family_of
 from agentrl.models.load import (
     find_device,
@@ -205,6 +205,15 @@ def test_servers_must_be_told_the_settings_too() -> None:
     check_names(
         Recipe.model_validate({**recipe, "engine": {"name": "vllm", "args": {"flags": {"hf-overrides": "{}"}}}})
     )
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_model_reads_a_tool_whose_schema_has_no_properties(name: str) -> None:
+    tool = {"name": "ping", "description": "Ping it.", "parameters": {"type": "object"}}
+    _, tokenizer = load_model(ModelSection(path=name))
+    asked = [{"role": "user", "content": "Ping!"}]
+    said = tokenizer.apply_chat_template(asked, tools=[{"type": "function", "function": tool}], tokenize=False)
+    assert "ping" in said
 
 
 @pytest.mark.parametrize("name", ["tiny_vision", "tiny_tools"])

@@ -5,6 +5,7 @@ import asyncio
 import json
 import random
 import shutil
+import tarfile
 import textwrap
 import time
 import zipfile
@@ -26,6 +27,7 @@ from agentrl_envs.swe.make import (
     graded,
     main,
     make_tasks,
+    unpacked,
     varied,
 )
 from agentrl_envs.swe.mutations import functions, mutations
@@ -311,6 +313,17 @@ def test_a_check_of_a_folder_without_tasks_is_one_line(
         main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: env.source: {tmp_path} holds no tasks")
+
+
+@pytest.mark.parametrize(("python", "said"), [("new", "is no source distribution"), ("old", "3.11.4 is the first")])
+def test_what_cannot_be_unpacked_is_one_line(
+    python: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (archive := tmp_path / "x.tar.gz").write_bytes(b"no tar")
+    if python == "old":
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    with pytest.raises(UserError, match=said):
+        unpacked(str(archive), tmp_path)
 
 
 def test_mutations_change_one_place_and_stay_python() -> None:

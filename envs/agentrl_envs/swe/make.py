@@ -94,9 +94,14 @@ def unpacked(package: str, scratch: Path) -> Source:
     given = Path(package)
     if given.is_dir():
         return Source(given)
+    if not hasattr(tarfile, "data_filter"):
+        raise UserError(f"{package} cannot be unpacked with this Python: 3.11.4 is the first that does it safely")
     archive = given if given.is_file() else _downloaded(package, scratch)
-    with tarfile.open(archive) as tar:
-        tar.extractall(scratch, filter="data")
+    try:
+        with tarfile.open(archive) as tar:
+            tar.extractall(scratch, filter="data")
+    except tarfile.TarError as error:
+        raise UserError(f"{archive.name} is no source distribution: {error}") from error
     return Source(next(path for path in scratch.iterdir() if path.is_dir()))
 
 

@@ -9,7 +9,7 @@ import contextlib
 import posixpath
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -164,7 +164,7 @@ class Workspace(ABC):
         """Run a program to its end, or for `seconds`. command: its words, or a script for `sh`. env: what is added to
         the environment. user: one of the image's, where the provider has users. output: bytes kept of each output.
 
-        What it leaves in the background runs on. Raises PathError (`cwd`), WorkspaceError."""
+        What it leaves in the background runs on. Raises PathError (`cwd`, `command_words`), WorkspaceError."""
 
     @abstractmethod
     async def terminal(self, *, rows: int = 40, columns: int = 120, env: dict[str, str] | None = None) -> Terminal:
@@ -248,3 +248,27 @@ class Workspace(ABC):
         """A path as an absolute one, without `..` and doubled slashes."""
         joined = posixpath.normpath(posixpath.join(self.home, path))
         return "/" + joined.lstrip("/")
+
+
+def command_words(command: Sequence[str] | str, most: int, env: Mapping[str, str] | None = None) -> list[str]:
+    """The words of a command; a script's are those of `sh`. most: bytes that one word may have; the kernel takes 128
+    KiB. env: what is added to the environment. Raises PathError: no word, one that is too long, or text that no program
+    can be given (zero bytes, lone surrogates, a variable's name that is empty or holds `=`)."""
+    words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+    if bad := next((name for name in env or {} if not name or "=" in name), None):
+        raise PathError(f"{bad!r} is no name of a variable")
+    for what, texts in (
+        ("a command", words),
+        ("a variable", [f"{name}={value}" for name, value in (env or {}).items()]),
+    ):
+        if any("\0" in text for text in texts):
+            raise PathError(f"{what} holds no zero bytes")
+        try:
+            sizes = [len(text.encode(errors="surrogateescape")) for text in texts]
+        except UnicodeEncodeError as error:
+            raise PathError(f"{what} is text in UTF-8, and {error.object[error.start]!a} is no character") from None
+        if max(sizes, default=0) > most:
+            raise PathError(f"{what} has more than {most} bytes; write a longer one to a file")
+    if not words:
+        raise PathError("a command has at least one word")
+    return words

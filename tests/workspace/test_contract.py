@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,6 +110,18 @@ async def test_exec(workspace: Workspace) -> None:
     assert (await workspace.exec("kill -9 $$")).exit_code == 128 + 9
     both = await asyncio.gather(*(workspace.exec(f"sleep 0.3; echo {n}") for n in range(4)))
     assert [done.stdout for done in both] == [b"0\n", b"1\n", b"2\n", b"3\n"]
+
+
+REFUSED: Sequence[tuple[list[str] | str, dict[str, str], str]] = (
+    ([], {}, "at least one word"), (["echo", "a\0b"], {}, "no zero bytes"), ("echo \ud800", {}, "no character"),
+    ("x" * 130_000, {}, "to a file"), ("true", {"A": "a\0b"}, "no zero bytes"), ("true", {"A=B": "c"}, "no name"),
+)  # fmt: skip
+
+
+async def test_what_no_program_can_be_given_is_refused(workspace: Workspace) -> None:
+    for command, env, why in REFUSED:
+        with pytest.raises(PathError, match=why):
+            await workspace.exec(command, env=env)
 
 
 async def test_exec_folder_and_environment(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

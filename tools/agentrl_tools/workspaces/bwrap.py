@@ -46,6 +46,7 @@ from agentrl.workspace.workspace import (
     Terminal,
     Workspace,
     WorkspaceError,
+    command_words,
 )
 from agentrl_tools.workspaces.output import HeadTail
 
@@ -266,9 +267,7 @@ class BwrapWorkspace(Workspace):
         stdin: bytes = b"",
         output: int = OUTPUT,
     ) -> ExecResult:
-        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if not words or max(len(os.fsencode(word)) for word in words) > _MOST_WORDS:
-            raise PathError(f"a command has between 1 and {_MOST_WORDS} bytes; write a longer script to a file")
+        words = command_words(command, _MOST_WORDS, env)
         if user not in (None, "user"):
             raise PathError(f"user {user!r}: a workspace of the provider 'bwrap' has one user, `user`")
         began = time.monotonic()

@@ -29,6 +29,7 @@ from agentrl.workspace.workspace import (
     Terminal,
     Workspace,
     WorkspaceError,
+    command_words,
 )
 from agentrl_tools.workspaces import inside, tars
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image
@@ -138,11 +139,7 @@ class Container(Workspace):
         stdin: bytes = b"",
         output: int = OUTPUT,
     ) -> ExecResult:
-        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if not words or max(len(word.encode(errors="surrogateescape")) for word in words) > _MOST_WORDS:
-            raise PathError(f"a command has between 1 and {_MOST_WORDS} bytes; write a longer script to a file")
-        if any("\0" in word for word in words):
-            raise PathError("a command holds no zero bytes")
+        words = command_words(command, _MOST_WORDS, env)
         call = RunningCall(stdin, output)
         limits, folder, began = self._spec.limits, self.absolute(cwd or "."), time.monotonic()
         blocks = str(max(1, limits.disk // 512))

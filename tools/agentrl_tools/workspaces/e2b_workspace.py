@@ -19,6 +19,7 @@ from agentrl.workspace.workspace import (
     Terminal,
     Workspace,
     WorkspaceError,
+    command_words,
 )
 from agentrl_tools.workspaces import inside
 from agentrl_tools.workspaces.output import HeadTail
@@ -278,11 +279,7 @@ class E2bWorkspace(ScriptedWorkspace):
         stdin: bytes = b"",
         output: int = OUTPUT,
     ) -> ExecResult:
-        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if not words or max(len(word.encode(errors="surrogateescape")) for word in words) > _MOST_WORDS:
-            raise PathError(f"a command has between 1 and {_MOST_WORDS} bytes; write a longer script to a file")
-        if any("\0" in word for word in words):
-            raise PathError("a command holds no zero bytes")
+        words = command_words(command, _MOST_WORDS, env)
         limits, folder, began, stops = self._spec.limits, self.absolute(cwd or "."), time.monotonic(), self._stops
         call = _Call(output)
         sizes = map(str, (len(stdin), limits.descriptors, max(1, limits.disk // 512), limits.processes))

@@ -29,6 +29,7 @@ from agentrl.workspace.workspace import (
     Terminal,
     Workspace,
     WorkspaceError,
+    command_words,
 )
 from agentrl_tools.workspaces import inside
 from agentrl_tools.workspaces.scripted import END, ROOT, SPOOL, STOPS, ScriptedWorkspace
@@ -449,11 +450,8 @@ class HarborWorkspace(ScriptedWorkspace):
         stdin: bytes = b"",
         output: int = OUTPUT,
     ) -> ExecResult:
-        words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-        if not words or sum(len(word.encode(errors="surrogateescape")) for word in words) > _MOST_WORDS:
-            raise PathError(f"a command has between 1 and {_MOST_WORDS} bytes; write a longer script to a file")
-        if any("\0" in word for word in words):
-            raise PathError("a command holds no zero bytes")
+        words = command_words(command, _MOST_WORDS, env)
+        command_words(["".join(words)], _MOST_WORDS)
         given = "/dev/null"
         if stdin:
             given = await self._brought(stdin)

@@ -33,7 +33,8 @@ class RandomTools(Environment):
 
     source: `generated`, which is all there is. seed: of the training tasks. errands: share of tasks that are chains of
     commands without arguments. drills: share of the rest that are many short requests to the same tools. vague: share
-    of requests by which no tool can be told, so that a model learns to try any where it does not know. Rewards:
+    of requests by which no tool or no argument of a value can be told, so that a model learns to try any where it does
+    not know. Rewards:
     `answer`, 1 where each answer has what was asked for, after exactly the changes that were wanted. Tools of the split
     `test` have no word in common with those of the others.
     """

@@ -8,7 +8,7 @@ from random import Random
 from agentrl.plugins.types import ArgumentError, Json, Message
 from agentrl_envs.conversation import assistant, tool_turn
 from agentrl_envs.random_tools import words as w
-from agentrl_envs.random_tools.world import Argument, RandomTool, State, Topic, World, json_text
+from agentrl_envs.random_tools.world import NUMERIC, Argument, RandomTool, State, Topic, World, json_text
 
 MOST_TOOLS = 6
 DRILLS = 0.3
@@ -201,8 +201,12 @@ class Teacher:
         if rng.random() < 0.8:
             world.style = "bare"
         alike = rng.choice((0.0, 0.5))
+        alone = 1.0 if self._is_vague() else self.vague / 2
         targets: list[Callable[[], Request]] = []
         for _ in range(rng.choices(range(2, MOST_TOOLS + 1), (2, 3, 3, 2, 1))[0]):
+            if alone and rng.random() < alone:
+                targets.append(self._values_alone())
+                continue
             topic = rng.choice(topics) if topics and rng.random() < alike else world.topic(4)
             topics.append(topic)
             attribute = rng.choice(topic.attributes)
@@ -221,6 +225,43 @@ class Teacher:
                 tool = self._add(world.actor(topic, False, (), verb, gives))
                 targets.append(partial(self._short_order, topic, verb, tool, value))
         return [target() for target in rng.choices(targets, k=len(targets))]
+
+    def _values_alone(self) -> Callable[[], Request]:
+        """Requests to a new tool that give it values, and say of none which argument it is for."""
+        rng, words, world = self.rng, self.world.words, self.world
+        verb, noun, result = words.of(w.VERBS), words.of(w.NOUNS, world.used), words.of(w.ATTRIBUTES)
+        kinds = rng.choices(("string", "number", "integer"), (4, 3, 2), k=rng.choices((1, 2, 3), (2, 3, 3))[0])
+        if rng.random() < 0.25:
+            kinds = ["number", "string", "string"]
+        arguments = [Argument(self._argument_name(), kind, None) for kind in kinds]
+        texts = [argument for argument in arguments if argument.kind == "string"]
+        if len(texts) == 2 and rng.random() < 0.5:
+            word = texts[0].name
+            texts[0].name, texts[1].name, texts[1].kind = f"from_{word}", f"to_{word}", "pair"
+        make = {argument.name: rng.choice((w.word, w.word, w.phrase, w.phrase, *w.TEXTS)) for argument in arguments}
+        tool = self._add(world.calculator(verb, noun, arguments, result))
+
+        def request() -> Request:
+            given: dict[str, Json] = {}
+            parts = [verb.replace("_", " "), noun][: rng.choice((0, 0, 1, 2))]
+            joined = False
+            for argument in arguments:
+                numeric = argument.kind in NUMERIC
+                value: Json = str(make[argument.name](rng))
+                if numeric:
+                    value = w.whole(rng) if argument.kind == "integer" or rng.random() < 0.7 else w.decimal(rng)
+                given[argument.name] = value
+                text = f'"{value}"' if self._quoted(value) else json_text(value)
+                if joined and not numeric:
+                    parts[-1] += rng.choice((f" {text}", f" {text}", f" of the {text}"))  # an amount, and what it is of
+                else:
+                    parts.append(f"to {text}" if argument.kind == "pair" and rng.random() < 0.5 else text)
+                joined = numeric and rng.random() < 0.6
+            answer = self._number_in(tool.run(State(), given))
+            text = self._scattered(*parts, least=1, shuffled=rng.random() < 0.5)
+            return Request(text, [(tool, given)], self._short_answer(answer), [answer], [])
+
+        return request
 
     def _short_question(self, topic: Topic, attribute: str, tool: RandomTool) -> Request:
         key = self._some_key(topic)
@@ -255,11 +296,12 @@ class Teacher:
     def _common(self, count: int) -> list[str]:
         return self.rng.choices(w.COMMON, k=count)
 
-    def _scattered(self, *parts: str, most: int = 3) -> str:
-        """A request that says all parts, in any order, between common words: at most so many before each."""
+    def _scattered(self, *parts: str, least: int = 0, most: int = 3, shuffled: bool = True) -> str:
+        """A request that says all parts between common words: so many before each, but the first may begin it.
+        shuffled: in any order."""
         rng, said = self.rng, list[str]()
-        for part in rng.sample(parts, len(parts)):
-            said += [*self._common(min(most, rng.choice((0, 1, 1, 2, 3)))), part]
+        for part in rng.sample(parts, len(parts)) if shuffled else parts:
+            said += [*self._common(max(least if said else 0, min(most, rng.choice((0, 1, 1, 2, 3))))), part]
         said += self._common(min(most, rng.choice((0, 0, 1, 2))))
         text = " ".join(said) + rng.choice(("?", ".", "!", "", ", please."))
         return text[0].upper() + text[1:] if rng.random() < 0.85 else text
@@ -317,7 +359,7 @@ class Teacher:
         verb, noun = words.of(w.VERBS), words.of(w.NOUNS, world.used)
         names = list(dict.fromkeys(self._argument_name() for _ in range(rng.randint(1, 3))))
         result = words.of(w.ATTRIBUTES)
-        tool = self._add(world.calculator(verb, noun, names, result))
+        tool = self._add(world.calculator(verb, noun, _numbers(names), result))
         values: dict[str, Json] = {name: w.whole(rng) if rng.random() < 0.7 else w.decimal(rng) for name in names}
         self.calls.append((tool, values))
         said = [self._named(name, value) for name, value in values.items()]
@@ -346,7 +388,7 @@ class Teacher:
         names = [self._argument_name(), self._argument_name()]
         if names[0] == names[1]:
             names = ["a", "b"]
-        tool = self._add(world.calculator(verb, noun, names, result))
+        tool = self._add(world.calculator(verb, noun, _numbers(names), result))
         values: dict[str, Json] = {name: topic.records[key][attribute] for name, key in zip(names, keys, strict=True)}
         self.calls += [(get, {topic.key: keys[0]}), (get, {topic.key: keys[1]}), (tool, values)]
         things = " and ".join(self._thing(topic, key) for key in keys)
@@ -573,6 +615,10 @@ class Teacher:
         return Lesson(self.tools, requests, system)
 
 
+def _numbers(names: Sequence[str]) -> list[Argument]:
+    return [Argument(name, "number", None) for name in names]
+
+
 KINDS: Mapping[Callable[[Teacher], tuple[str, str, list[str]]], float] = {
     Teacher.ask: 22, Teacher.ask_by_id: 14, Teacher.ask_two: 7, Teacher.act: 20, Teacher.act_by_id: 14,
     Teacher.work_out: 10, Teacher.add_two: 5, Teacher.retry: 6, Teacher.missing: 2,
@@ -584,5 +630,6 @@ def make_lesson(
     seed: str, held_out: bool = False, drills: float = DRILLS, errands: float = 0.0, vague: float = 0.0
 ) -> Lesson:
     """The lesson of a seed; with `held_out`, of words that no other lesson has. errands: share of lessons that are;
-    drills: share of the rest. vague: share of requests that do not say which tool is meant."""
+    drills: share of the rest. vague: share of requests that do not say which tool is meant, or which
+    argument a value is for."""
     return Teacher(Random(seed), held_out, drills, errands, vague).lesson()

@@ -48,6 +48,10 @@ class RandomTool(Tool):
         return self._work(state, arguments)
 
 
+NUMERIC = ("integer", "number")
+"""Kinds of arguments that are numbers."""
+
+
 @dataclass(slots=True)
 class Argument:
     """An argument of a tool that changes things, and the value that a request gives to it."""
@@ -259,20 +263,23 @@ class World:
 
         return RandomTool(name, self.rng.choice((f"{text} the {noun}.", f"{text} {noun}")), {}, [], work)
 
-    def calculator(self, verb: str, noun: str, names: Sequence[str], result: str) -> RandomTool:
-        """A tool that works out a number from numbers, nobody knows how."""
+    def calculator(self, verb: str, noun: str, arguments: Sequence[Argument], result: str) -> RandomTool:
+        """A tool that works out a number from its numbers, nobody knows how."""
         rng = self.rng
-        factors = [rng.choice((0.5, 1, 2, 3, 1.5, 10, -1)) for _ in names]
+        factors = {a.name: rng.choice((0.5, 1, 2, 3, 1.5, 10, -1)) for a in arguments if a.kind in NUMERIC}
         shift = rng.randint(0, 20)
-        properties = {name: Argument(name, "number", None, description=self.about(name)).schema() for name in names}
+        properties = {}
+        for argument in arguments:
+            argument.description = self.about(argument.name)
+            properties[argument.name] = argument.schema()
         text = verb.replace("_", " ").capitalize()
 
         def work(state: State, given: Mapping[str, Json]) -> str:
-            value = sum(factor * float(given[name]) for factor, name in zip(factors, names, strict=True)) + shift
+            value = sum(factor * float(given[name]) for name, factor in factors.items()) + shift
             return self.said({result: int(value) if value == int(value) else round(value, 2)})
 
         description = rng.choice((f"{text} the {noun}.", f"{text} a {noun}: its {result}.", f"{text} {noun}"))
-        return RandomTool(self.name(verb, noun), description, properties, list(names), work)
+        return RandomTool(self.name(verb, noun), description, properties, [a.name for a in arguments], work)
 
 
 def json_text(value: Json) -> str:

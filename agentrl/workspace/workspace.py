@@ -251,16 +251,15 @@ class Workspace(ABC):
 
 
 def command_words(command: Sequence[str] | str, most: int, env: Mapping[str, str] | None = None) -> list[str]:
-    """The words of a command; a script's are those of `sh`. most: bytes that one word may have; the kernel takes 128
-    KiB. env: what is added to the environment. Raises PathError: no word, one that is too long, or text that no program
-    can be given (zero bytes, lone surrogates, a variable's name that is empty or holds `=`)."""
+    """Check a command and return its words; a script's are those of `sh`. most: bytes that one word may have; the
+    kernel takes 128 KiB. env: what is added to the environment. Raises PathError: no word, one that is too long, or
+    text that no program can be given (zero bytes, lone surrogates, a variable's name that is empty or holds `=`)."""
     words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
-    if bad := next((name for name in env or {} if not name or "=" in name), None):
-        raise PathError(f"{bad!r} is no name of a variable")
-    for what, texts in (
-        ("a command", words),
-        ("a variable", [f"{name}={value}" for name, value in (env or {}).items()]),
-    ):
+    variables = [f"{name}={value}" for name, value in (env or {}).items()]
+    for name in env or {}:
+        if not name or "=" in name:
+            raise PathError(f"{name!a} is no name of a variable")
+    for what, texts in (("a command", words), ("a variable", variables)):
         if any("\0" in text for text in texts):
             raise PathError(f"{what} holds no zero bytes")
         try:

@@ -165,6 +165,17 @@ def test_a_vague_errand_does_not_say_which_tool_is_meant():
     assert told[1] < 0.15
 
 
+def test_vague_commands_and_orders_of_drills_seldom_say_which_tool_is_meant():
+    told = []
+    for vague in (0.0, 0.9):
+        lessons = [make_lesson(f"vague/{i}", drills=1.0, vague=vague) for i in range(600 if vague else 60)]
+        changing = [request for lesson in lessons for request in lesson.requests if request.changes]
+        shared = [words_of(r.text) & (words_of(r.calls[0][0].description) - {"the", "a", "one"}) for r in changing]
+        told.append(sum(map(bool, shared)) / len(shared))
+    assert told[0] > 0.9
+    assert told[1] < 0.3
+
+
 def test_a_vague_drill_gives_values_and_says_of_none_which_argument_it_is_for():
     requests = [r for i in range(100) for r in make_lesson(f"vague/{i}", drills=1.0, vague=1.0).requests]
     named, told = [], []

@@ -115,6 +115,7 @@ async def test_exec(workspace: Workspace) -> None:
 REFUSED: Sequence[tuple[list[str] | str, dict[str, str], str]] = (
     ([], {}, "at least one word"), (["echo", "a\0b"], {}, "no zero bytes"), ("echo \ud800", {}, "no character"),
     ("x" * 130_000, {}, "to a file"), ("true", {"A": "a\0b"}, "no zero bytes"), ("true", {"A=B": "c"}, "no name"),
+    ("true", {"": "c"}, "no name"),
 )  # fmt: skip
 
 

@@ -451,7 +451,7 @@ class HarborWorkspace(ScriptedWorkspace):
         output: int = OUTPUT,
     ) -> ExecResult:
         words = command_words(command, _MOST_WORDS, env)
-        command_words(["".join(words)], _MOST_WORDS)
+        command_words(["".join(words)], _MOST_WORDS)  # all of them become one argument
         given = "/dev/null"
         if stdin:
             given = await self._brought(stdin)

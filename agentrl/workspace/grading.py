@@ -186,7 +186,8 @@ async def _programs(fresh: Workspace) -> dict[str, frozenset[str]]:
 
 
 async def _restore(fresh: Workspace, taken: Capture) -> str:
-    """Bring a capture into a fresh workspace. Why that cannot be done, in words: it is the agent's fault."""
+    """Bring a capture into a fresh workspace. Why its paths or its size forbid that, in words: the agent's fault.
+    Raises WorkspaceError."""
     for start in range(0, len(taken.replaced), _AT_ONCE):
         await _own(fresh, ["rm", "-rf", "--", *taken.replaced[start : start + _AT_ONCE]])
     try:

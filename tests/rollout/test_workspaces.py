@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from agentrl_tools.workspaces.bwrap import BwrapProvider
+from agentrl_tools.workspaces.bwrap import BwrapProvider, BwrapWorkspace
 from fakes import Env, ScriptedEngine, make_driver
 
 from agentrl.errors import UserError, WorkspaceError
@@ -23,6 +23,7 @@ from agentrl.rollout.groups import roll_out
 from agentrl.rollout.workspaces import CHANGES, Workspaces, workspaces_of
 from agentrl.testing.play import Holder, Stage
 from agentrl.trajectory import Boundary, FinishReason
+from agentrl.workspace.grading import Grading, grade
 from agentrl.workspace.provider import Capabilities, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import Snapshot, Workspace
 
@@ -73,6 +74,11 @@ class Prepared(Env):
     async def prepare(self, task: Task, workspace: Workspace) -> None:
         self.prepared[task.id] += 1
         await workspace.write("n.txt", str(task.data["i"]).encode())
+
+
+async def _changed(session: Any) -> Any:
+    await session.workspace.write("mine.txt", b"mine")
+    return [{"role": "user", "content": "?"}]
 
 
 async def _number(session: Any) -> float:
@@ -176,6 +182,28 @@ async def test_a_workspace_that_vanishes_fails_the_rollout_which_is_tried_again(
         [trajectory] = group.trajectories
         assert trajectory.finish is FinishReason.STOP
         assert trajectory.extra["retried"][0].startswith("workspace: env.create: workspace ")
+
+
+@pytest.mark.slow
+async def test_a_grader_whose_workspace_fails_makes_the_rollout_failed(
+    provider: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def judge(session: Any) -> float:
+        found = await grade(session.workspace, Grading("echo 1 > /logs/verifier/reward.txt"))
+        return found.rewards.get("reward", 0.0)
+
+    env = Prepared(create=_changed, calc_reward=judge)
+    groups, _ = await played(provider, env, n=1)
+    assert [t.reward for group in groups for t in group.trajectories] == [1.0] * 3
+
+    async def unpack(workspace: BwrapWorkspace, tar: bytes) -> None:
+        raise WorkspaceError("its disk is full")
+
+    monkeypatch.setattr(BwrapWorkspace, "unpack", unpack)
+    groups, _ = await played(provider, env, n=1, retries=0)
+    failed = [t for group in groups for t in group.failed]
+    assert [t.failure.boundary for t in failed] == [Boundary.WORKSPACE] * 3
+    assert "its disk is full" in failed[0].failure.message
 
 
 async def test_a_preparation_that_fails_is_the_environment_s_fault_and_is_tried_again(provider: Counted) -> None:

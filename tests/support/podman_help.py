@@ -98,11 +98,15 @@ def root_folder() -> bytes:
 
 
 @contextmanager
-def podman_service(image: bool = True) -> Iterator[Podman]:
-    """Skips where podman is missing, or does not work here."""
+def podman_service(image: bool = True, megabytes: int = 0) -> Iterator[Podman]:
+    """Skips where podman is missing, or does not work here. megabytes: of a disk of its own; 0: this machine's."""
     if missing := [package for program, package in NEEDS.items() if shutil.which(program) is None]:
         pytest.skip(f"needs the system packages {', '.join(missing)}")
     folder = Path(tempfile.mkdtemp(prefix="agentrl-podman-"))
+    disk = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
+    if megabytes and subprocess.run(disk, capture_output=True, check=False).returncode:
+        folder.rmdir()
+        pytest.skip("no file system can be mounted here")
     (folder / "containers.conf").write_text(CONFIG)
     (folder / "storage.conf").write_text(STORAGE.format(folder))
     podman = start(folder)
@@ -113,7 +117,8 @@ def podman_service(image: bool = True) -> Iterator[Podman]:
     finally:
         stop(podman)
         subprocess.run(podman.command("rm", "-af"), env=podman.env, capture_output=True, check=False)
-        subprocess.run(["umount", f"{folder}/root/overlay"], capture_output=True, check=False)
+        for mounted in (f"{folder}/root/overlay", *([folder] if megabytes else [])):
+            subprocess.run(["umount", mounted], capture_output=True, check=False)
         shutil.rmtree(folder, ignore_errors=True)
 
 

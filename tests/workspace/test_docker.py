@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,13 +14,15 @@ import pytest
 from agentrl_tools.workspaces import owner
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.docker import DockerProvider
-from podman_help import IMAGE, Podman
+from podman_help import IMAGE, Podman, podman_service
 from proxy import ANSWERS, Proxy
 from workspace_contract import CALLS
 
 from agentrl.errors import PathError, UserError, WorkspaceError
-from agentrl.workspace.provider import WorkspaceSpec
-from agentrl.workspace.workspace import Workspace
+from agentrl.workspace.archive import packed
+from agentrl.workspace.grading import Grading, grade
+from agentrl.workspace.provider import WorkspaceLimits, WorkspaceSpec
+from agentrl.workspace.workspace import MIB, Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +112,45 @@ async def test_a_daemon_that_hangs_under_a_program_with_a_deadline(proxy: Proxy)
             await running
         assert time.monotonic() - began < 20
         proxy.mode = ""
+
+
+async def test_a_full_disk_of_the_daemon_is_the_machinerys_fault() -> None:
+    with podman_service(megabytes=40) as small:
+        provider = DockerProvider(small.address)
+        await provider.start("full")
+        filler = small.folder / "filler"
+        try:
+            workspace = await provider.open(SPEC)
+            await workspace.write("answer", bytes(MIB))
+            _fill(filler, leaving=800_000)
+            grading = Grading("echo 1 > /logs/verifier/reward.txt", tests=packed({"/tests/x": b""}))
+            with pytest.raises(WorkspaceError, match="no space left"):
+                await grade(workspace, grading)
+            with pytest.raises(WorkspaceError, match="no space left"):
+                await workspace.write("more", bytes(MIB))
+            _fill(filler)
+            with pytest.raises(WorkspaceError, match="no space left"):
+                await workspace.exec("echo x")
+            filler.unlink()
+            assert (await grade(workspace, grading)).rewards == {"reward": 1.0}
+            mine = await provider.open(replace(SPEC, limits=WorkspaceLimits(disk=2 * MIB)))
+            await mine.write("own", bytes(2 * MIB - 1))
+            _fill(filler, leaving=800_000)
+            with pytest.raises(PathError, match="no space left"):
+                await mine.write("more", bytes(MIB))
+        finally:
+            filler.unlink(missing_ok=True)
+            await provider.close()
+
+
+def _fill(path: Path, leaving: int = 0) -> None:
+    """Fill the disk on which a file lies, but for some bytes."""
+    with path.open("ab", buffering=0) as file:
+        try:
+            while (room := shutil.disk_usage(path).free - leaving) > 0:
+                file.write(bytes(min(room, MIB)))
+        except OSError:
+            pass
 
 
 async def test_a_workspace_that_vanishes(podman: Podman) -> None:

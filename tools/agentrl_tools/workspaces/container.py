@@ -54,11 +54,13 @@ _OURS = ("/dev", "/proc", "/sys", "/run/.containerenv", "/run/secrets", "/.docke
 _NO_PROGRAM = ("executable file not found", "no such file or directory", "permission denied", "exec format error",
                "too many levels of symbolic links", "input/output error")  # fmt: skip
 """How a daemon says that the shell of the image is gone."""
-_FULL = ("resource temporarily unavailable", "cannot allocate memory", "no space left on device", "too many open files")
+_FULL = ("resource temporarily unavailable", "cannot allocate memory", "no space left", "too many open files")
 """How it says that a limit of the workspace is reached."""
+_NO_SPACE = "no space left"
+"""How it says that a disk is full: its own, unless the workspace has written what it may."""
 _NO_USER = ("unable to find user", "no matching entries in passwd", "no users found", "unable to find group")
-_NO_PATH = ("not a directory", "is a directory", "file exists", "no space left", "read-only file system",
-            "file name too long", "too many levels of symbolic links", "permission denied", "no such file")  # fmt: skip
+_NO_PATH = ("not a directory", "is a directory", "file exists", "read-only file system", "file name too long",
+            "too many levels of symbolic links", "permission denied", "no such file")  # fmt: skip
 """How a daemon says that a path is wrong."""
 
 
@@ -187,6 +189,8 @@ class Container(Workspace):
                 if any(words in text for words in _NO_USER):
                     raise PathError(f"user {options.get('user')!r}: the image has no such user") from None
                 state = await self._state()
+                if _NO_SPACE in text and not await self._is_full():
+                    raise
                 if state.get("Running") and any(words in text for words in _FULL):
                     raise _NoProgramError("no program can be started: the workspace's limits are reached") from None
                 if state.get("Running") and any(words in text for words in _NO_PROGRAM):
@@ -312,9 +316,7 @@ class Container(Workspace):
                 pause = _MEASURED
             await asyncio.sleep(pause)
             with contextlib.suppress(WorkspaceError):
-                said = await self._daemon.json("measure", f"containers/{self.container}/json", {"size": "1"})
-                written = said.get("SizeRw") if isinstance(said, dict) else 0
-                written = written if isinstance(written, int) else 0
+                written = await self._size()
                 pause = min(2 * pause, 8 * _MEASURED) if written == before else _MEASURED
                 before = written
                 if written > excess:
@@ -322,6 +324,17 @@ class Container(Workspace):
                     self._stopped = f"more than {self._spec.limits.disk // MIB} MiB were written"
                     await self.end_processes()
                 excess = max(self._spec.limits.disk, written)  # so that there is time to remove what is too much
+
+    async def _size(self) -> int:
+        """Bytes that were written in it, as the daemon counts them. Raises DaemonError."""
+        said = await self._daemon.json("measure", f"containers/{self.container}/json", {"size": "1"})
+        written = said.get("SizeRw") if isinstance(said, dict) else 0
+        return written if isinstance(written, int) else 0
+
+    async def _is_full(self, more: int = 0) -> bool:
+        """Whether what was written reaches the limit with `more` bytes. Raises DaemonError."""
+        counted = 1 if self._provider.measured else 2  # a quota counts blocks, of which small files use a part
+        return counted * (await self._size() + more) >= self._spec.limits.disk
 
     async def terminal(self, *, rows: int = 40, columns: int = 120, env: dict[str, str] | None = None) -> Terminal:
         name, limits = secrets.token_hex(8), self._spec.limits
@@ -440,6 +453,8 @@ class Container(Workspace):
             if error.status == 404:
                 await self._state()
                 raise PathError(f"{path}: {top}: no such folder") from None
+            if _NO_SPACE in str(error).lower() and await self._is_full(len(tar)):
+                raise PathError(f"{path}: {_NO_SPACE}") from None
             raise self._of_path(path, error) from None
         self._written.set()
 

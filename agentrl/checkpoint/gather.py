@@ -21,9 +21,9 @@ Span = tuple[tuple[int, ...], tuple[int, ...]]
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether a tensor is a part of one that ranks share. Nobody has made one where their module, whose import takes a
-    second, was never imported."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    second, was never imported, or is being imported by another thread."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local(tensor: Tensor) -> Tensor:

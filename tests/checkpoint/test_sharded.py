@@ -1,10 +1,12 @@
 """Checkpoints of several FSDP2 processes (gloo): written by so many, read by others, the same to the bit."""
 
 import errno
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from transformers import AutoModelForCausalLM
 
 from agentrl.checkpoint import safetensors_writer as tensor_files
-from agentrl.checkpoint.gather import span_of
+from agentrl.checkpoint.gather import is_sharded, span_of
 from agentrl.checkpoint.roles import load_roles, save_roles
 from agentrl.errors import UserError
 from agentrl.models import lora
@@ -129,6 +131,12 @@ def test_one_process_saves_and_ranks_go_on_hybrid_ones_too(tmp_path: Path) -> No
         assert same(
             dict(AutoModelForCausalLM.from_pretrained(saved).named_parameters()), dict(alone.model.named_parameters())
         )
+
+
+def test_no_tensor_is_sharded_while_another_thread_imports_what_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a checkpoint's thread does during the next update."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("torch.distributed.tensor"))
+    assert not is_sharded(torch.zeros(1))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 6, 7, 12])

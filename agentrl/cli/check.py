@@ -64,9 +64,10 @@ def check_command(
 
 def _show_parts(out: "Console", checked: "Recipe", env: "Environment", toolbox: "Toolbox", runner: "Runner") -> None:
     """Print the prompt, tasks, tools and memory. Raises UserError, once all is shown that can be: the tasks or the
-    first prompt cannot be read."""
+    first prompt cannot be read, or workspaces cannot be had as they are asked for."""
     from agentrl.errors import UserError
     from agentrl.rollout.hooks import opening_of
+    from agentrl.training.preflight import check_workspace
 
     first, wrong = None, None
     try:
@@ -89,6 +90,7 @@ def _show_parts(out: "Console", checked: "Recipe", env: "Environment", toolbox: 
     _show_memory(out, checked, plan)
     if wrong is not None:
         raise wrong
+    check_workspace(checked, env, toolbox.tools, ("train", *env.splits))
 
 
 def _warn(out: "Console", line: str) -> None:

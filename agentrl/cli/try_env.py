@@ -81,7 +81,7 @@ async def _try(
         task = _task(env, choice.split, choice.task)
         tools = offered(task, toolbox.tools, env)
         changes = {"timeout": PATIENCE, "turn_timeout": PATIENCE} if turns is None else {}
-        workspaces = await workspaces_of(recipe.workspace, env, toolbox.tools)
+        workspaces = await workspaces_of(recipe.workspace, env, toolbox.tools, recipe.agent)
         if workspaces is not None:
             stack.push_async_callback(workspaces.close)
         scorer = Scorer(rewards, recipe.rollout.turn_timeout)

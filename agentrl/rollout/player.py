@@ -100,7 +100,7 @@ class Player:
         async with AsyncExitStack() as stack:  # what was opened is closed where a later part cannot be had
             toolbox = await Toolbox.open(recipe.tools, env)
             stack.push_async_callback(toolbox.close)
-            workspaces = await workspaces_of(recipe.workspace, env, toolbox.tools)
+            workspaces = await workspaces_of(recipe.workspace, env, toolbox.tools, recipe.agent)
             if workspaces is not None:
                 stack.push_async_callback(workspaces.close)
             if agent is not None:

@@ -8,10 +8,11 @@ import contextlib
 import hashlib
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl.addresses import is_loopback
 from agentrl.containment.deadline import GRACE, leave_behind
 from agentrl.errors import UserError, WorkspaceError, contained, describe
 from agentrl.jsonable import dumps
@@ -19,6 +20,7 @@ from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import make_workspace_provider
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Task
+from agentrl.recipe.sections.agent import AgentSection, host_and_port
 from agentrl.recipe.sections.workspace import WorkspaceSection
 from agentrl.workspace.provider import WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import Snapshot, Workspace
@@ -46,19 +48,74 @@ class _Prepared:
         return self.state.done() and (self.state.cancelled() or self.state.exception() is not None)
 
 
-async def workspaces_of(
-    section: WorkspaceSection | None, environment: Environment, tools: Sequence[Tool], run: str = ""
-) -> "Workspaces | None":
-    """The workspaces of a recipe, whose provider works; None where it has no section `workspace`. tools: those of the
-    recipe. run: names it, in a provider's labels. Raises UserError: something needs workspaces and there are none, or
-    the provider cannot do what is asked for."""
+def provider_of(
+    section: WorkspaceSection | None,
+    environment: Environment,
+    tools: Sequence[Tool],
+    agent: AgentSection | None = None,
+    tasks: Iterable[Task] = (),
+) -> WorkspaceProvider | None:
+    """The provider of a recipe, not started, which can do what the recipe, its agent and some tasks ask for; None where
+    it has no section `workspace`. tools: those of the recipe. Raises UserError: something needs workspaces and there
+    are none, or the provider cannot do what is asked for."""
     if section is None:
         users = [f"environment {environment.name!r}"] if environment.uses_workspace else []
         users += [f"tool {tool.name!r}" for tool in (*tools, *environment.tools()) if tool.uses_workspace]
         if users:
             raise UserError(f"{users[0]} works in a workspace, and the recipe has none: set workspace: bwrap")
         return None
-    workspaces = Workspaces(make_workspace_provider(section), section, environment)
+    provider, spec = make_workspace_provider(section), section.spec()
+    provider.check(spec)
+    _check_reach(provider, spec, agent, "the recipe")
+    for task in tasks:
+        try:
+            asked = spec_of(environment, task, spec)
+        except BaseException as error:  # noqa: BLE001 - boundary: an environment may raise anything
+            why = describe(contained(error))
+            raise UserError(f"environment {environment.name!r}: workspace_spec of task {task.id}: {why}") from None
+        try:
+            provider.check(asked)
+            _check_reach(provider, asked, agent, "it")
+        except UserError as error:
+            raise UserError(f"task {task.id}: {error}") from None
+    return provider
+
+
+def _check_reach(provider: WorkspaceProvider, spec: WorkspaceSpec, agent: AgentSection | None, who: str) -> None:
+    """Raise UserError where an agent's program could not reach the gateway from its workspace."""
+    if agent is None or not agent.command or provider.capabilities.listens:
+        return
+    why = f"{who} asks for no network" if spec.network.none else ""
+    if agent.public_url is None and is_loopback(host_and_port(agent.host)[0]):
+        why = "the gateway listens on the loopback of this machine (agent.host, agent.public_url)"
+    if why:
+        raise UserError(
+            f"agent.command: from a workspace of the provider {provider.name!r} a program reaches the gateway over the "
+            f"network alone, and {why}: see docs/tutorials/agent.md"
+        )
+
+
+def spec_of(environment: Environment, task: Task, spec: WorkspaceSpec) -> WorkspaceSpec:
+    """What a task asks to be opened. spec: the recipe's. Raises UserError, and what the environment raises."""
+    asked = environment.workspace_spec(task, spec)
+    if not isinstance(asked, WorkspaceSpec):
+        raise UserError(f"workspace_spec returned {type(asked).__name__}, not a WorkspaceSpec")
+    return asked
+
+
+async def workspaces_of(
+    section: WorkspaceSection | None,
+    environment: Environment,
+    tools: Sequence[Tool],
+    agent: AgentSection | None = None,
+    run: str = "",
+) -> "Workspaces | None":
+    """The workspaces of a recipe, whose provider works; None where it has no section `workspace`. run: names it, in a
+    provider's labels. Raises UserError, also as of `provider_of`."""
+    provider = provider_of(section, environment, tools, agent)
+    if section is None or provider is None:
+        return None
+    workspaces = Workspaces(provider, section, environment)
     await workspaces.start(run)
     return workspaces
 
@@ -164,9 +221,7 @@ class Workspaces:
         """The state that a task begins in: without a snapshot where the environment prepares nothing. Raises UserError,
         WorkspaceError, and what the environment raises, as an Exception: the task that runs this is nobody else's."""
         try:
-            spec = self._environment.workspace_spec(task, self._spec)
-            if not isinstance(spec, WorkspaceSpec):
-                raise UserError(f"workspace_spec returned {type(spec).__name__}, not a WorkspaceSpec")
+            spec = spec_of(self._environment, task, self._spec)
             self.provider.check(spec)
             workspace = await self._opened_empty(spec)
             try:

@@ -91,9 +91,9 @@ async def _check(
         for tool in own:
             stack.push_async_callback(tool.close)
         section = WorkspaceSection(provider=workspace) if workspace is not None else None
-        if (workspaces := await workspaces_of(section, made, own)) is not None:
+        if (workspaces := await workspaces_of(section, made, own, agent)) is not None:
             stack.push_async_callback(workspaces.close)
-        holder = None if agent is None else await _holder(agent, stack)
+        holder = None if agent is None else await _holder(agent, workspaces is not None, stack)
         stage = Stage(made, own, RolloutSection(**limits), holder=holder, workspaces=workspaces)
         contract = _Contract(made, stage, own, tasks)
         require_hooks(made, contract.what)
@@ -104,9 +104,9 @@ async def _check(
         await contract.check_failures()
 
 
-async def _holder(section: AgentSection, stack: AsyncExitStack) -> Holder:
-    """A recipe's agent at a gateway of its own, until the stack closes."""
-    agent, gateway = make_agent(section), Gateway()
+async def _holder(section: AgentSection, inside: bool, stack: AsyncExitStack) -> Holder:
+    """A recipe's agent at a gateway of its own, until the stack closes. inside: as of `make_agent`."""
+    agent, gateway = make_agent(section, inside), Gateway()
     stack.push_async_callback(agent.close)
     await gateway.start()
     stack.push_async_callback(gateway.close)

@@ -28,11 +28,15 @@ from agentrl.models.shape import undivided
 from agentrl.plugins.agent import make_agent
 from agentrl.plugins.environment import Environment
 from agentrl.plugins.registry import check_engine, load, make_environment, tasks_of, tracker_makers
+from agentrl.plugins.tool import Tool
 from agentrl.plugins.tracker import Tracker
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.selection import make_filter
+from agentrl.rollout.workspaces import provider_of
 
+FIRST_TASKS = 3
+"""Tasks of each split that are looked at."""
 REMEDY = "Lower cluster.workers (or cluster.nodes, cluster.gpus), or add machines to the cluster"
 
 
@@ -59,7 +63,7 @@ class Checked:
 def check_names(recipe: Recipe) -> None:
     """Look up advantage, loss, filter, agent and reward model. Raises UserError."""
     if recipe.agent is not None:
-        make_agent(recipe.agent)
+        make_agent(recipe.agent, recipe.workspace is not None)
     check_critic(recipe)
     losses.bound(recipe.algorithm.loss)
     check_teachers(recipe)
@@ -105,9 +109,18 @@ def check_run(recipe: Recipe) -> Checked:
     tasks = tasks_of(env, "train")
     needed = dict.fromkeys(("train", *splits, *((choosing,) if choosing is not None else ())))
     check_tasks(env, needed, recipe)
+    check_workspace(recipe, env, (), tuple(needed))
     sampler = make_sampler(recipe.data, tasks, recipe.train.seed)
     restrict(sampler, recipe.data, tasks)
     return Checked(env, splits, choosing, tasks, sampler, trackers, placement_of(recipe))
+
+
+def check_workspace(recipe: Recipe, env: Environment, tools: Sequence[Tool], splits: Sequence[str]) -> None:
+    """Ask the provider of workspaces about the recipe and the first tasks of each split. tools: those of the recipe,
+    where they are open. Raises UserError."""
+    found = [tasks_of(env, split) for split in splits] if recipe.workspace is not None else []
+    first = (tasks[i] for tasks in found for i in range(min(FIRST_TASKS, len(tasks))))
+    provider_of(recipe.workspace, env, tools, recipe.agent, first)
 
 
 def with_epochs(recipe: Recipe, checked: Checked) -> Recipe:

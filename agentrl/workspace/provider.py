@@ -62,6 +62,8 @@ class WorkspaceSpec:
     """What a provider marks it by, besides the run."""
     build: str = ""
     """A folder with a Dockerfile that the image is made from, where a provider builds. Empty: none."""
+    users: tuple[str, ...] = ()
+    """Users of the image as whom programs will run, such as those of a grader."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,10 @@ class Capabilities:
     """Egress to a list of hosts."""
     everything: bool = False
     """Egress to everything."""
+    users: bool = False
+    """Runs programs as users of the image."""
+    listens: bool = False
+    """Carries connections from inside to this process (`Workspace.listen`)."""
 
 
 class WorkspaceProvider(ABC):
@@ -111,6 +117,7 @@ class WorkspaceProvider(ABC):
             "build": bool(spec.build) and not self.capabilities.build,
             "network (a list of hosts)": bool(spec.network.hosts) and not self.capabilities.hosts,
             "network: all": spec.network.everything and not self.capabilities.everything,
+            f"users of the image ({', '.join(spec.users)})": bool(spec.users) and not self.capabilities.users,
         }
         if missing := [name for name, lacking in lacks.items() if lacking]:
             raise UserError(f"workspace.provider {self.name!r} cannot do: {', '.join(missing)}")

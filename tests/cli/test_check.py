@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+from agentrl_envs.harbor.environment import Harbor
 from train_help import write_lines
 from vision_help import file_of, picture
 
 from agentrl.cli.main import BAD_USAGE, run
+from agentrl.errors import UserError
 from agentrl.images import STORE
 from agentrl.models import never_seen
+from agentrl.recipe.load import load_recipe
+from agentrl.training.preflight import check_run
 
 RECIPE = """
 model: {path: tiny_vision}
@@ -35,6 +39,17 @@ def test_images_of_the_first_prompt_are_counted(recipe: str, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "18 of them of images; rollout.max_tokens is 900" in said
     assert "an image takes 9 tokens" in said
+
+
+def test_the_provider_is_asked_before_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "r.yaml"
+    text = f"env: {{name: harbor, source: {Harbor.example['source']}, args: {{held_out: 0.0}}}}\n"
+    path.write_text(f"{text}eval: {{splits: []}}\n")
+    for change, why in (("workspace=bwrap", "cannot do: build"), ("train.steps=1", "the recipe has none")):
+        assert run(["check", str(path), change]) == BAD_USAGE
+        assert why in capsys.readouterr().err
+        with pytest.raises(UserError, match=why):
+            check_run(load_recipe(str(path), [change]))
 
 
 def test_what_a_run_warns_of_before_its_first_step_is_said(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -128,12 +128,17 @@ async def test_steps_follow_each_other_while_their_rewards_suffice(provider: Wor
 
 def test_what_a_task_asks_for_is_what_is_opened(tmp_path: Path) -> None:
     toml = '[environment]\nmemory_mb = 300\nstorage = "2G"\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org"]\n'
-    env = Harbor(str(made(tmp_path, toml + 'env = {A = "${B}"}\n')), held_out=1.0, variables={"B": "c"})
+    env = Harbor(
+        str(made(tmp_path, toml + 'env = {A = "${B}"}\n[verifier]\nuser = "root"\n')),
+        held_out=1.0,
+        variables={"B": "c"},
+    )
     task = env.tasks("test")[0]
     spec = env.workspace_spec(task, WorkspaceSpec(network=Network(hosts=("a.org", "b.org"))))
     assert (spec.limits.memory, spec.limits.disk) == (300 * MIB, 2048 * MIB)
     assert (spec.network.hosts, spec.env) == (("a.org",), {"A": "c"})
     assert (spec.image, spec.build) == ("", str(tmp_path / "environment"))
+    assert spec.users == ("root",)
     with pytest.raises(UserError, match=r"workspace\.network"):
         env.workspace_spec(task, WorkspaceSpec())
     image = Harbor(str(made(tmp_path, '[environment]\ndocker_image = "a:1"\n')), held_out=1.0)

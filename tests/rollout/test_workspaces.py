@@ -6,6 +6,8 @@ import shutil
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.workspace import WorkspaceSection
 from agentrl.rollout.groups import roll_out
-from agentrl.rollout.workspaces import CHANGES, Workspaces, workspaces_of
+from agentrl.rollout.workspaces import CHANGES, Workspaces, provider_of, workspaces_of
+from agentrl.testing.environment import check_environment
 from agentrl.testing.play import Holder, Stage
+from agentrl.training.preflight import check_names
 from agentrl.trajectory import Boundary, FinishReason
 from agentrl.workspace.grading import Grading, grade
 from agentrl.workspace.provider import Capabilities, WorkspaceProvider, WorkspaceSpec
@@ -329,6 +333,61 @@ async def test_a_program_that_opens_too_many_connections_costs_itself_alone() ->
     await end()
     assert await opened[-1][0].read() == b""
     await gateway.close()
+
+
+_AGENT = f"#!/usr/bin/env python3\n{_PROGRAM}"
+
+
+class Equipped(Prepared):
+    """Brings the agent's program, and asks for a user."""
+
+    user = ""
+
+    async def prepare(self, task: Task, workspace: Workspace) -> None:
+        await workspace.write("n.txt", b"")
+        await workspace.write("agent", _AGENT.encode(), mode=0o755)
+
+    def workspace_spec(self, task: Task, spec: WorkspaceSpec) -> WorkspaceSpec:
+        return replace(spec, users=(self.user,)) if self.user else spec
+
+
+@pytest.mark.slow
+def test_an_agent_s_program_may_be_in_the_image_alone() -> None:
+    section = AgentSection(command=("./agent",))
+    check_names(Recipe(agent=section, workspace=WorkspaceSection()))
+    with pytest.raises(UserError, match="no program"):
+        check_names(Recipe(agent=section))
+    check_environment(
+        Equipped(), None, lambda task: "7", tasks=1, sessions=1, disjoint=False, workspace="bwrap", agent=section
+    )
+
+
+PUBLIC = {"host": "0.0.0.0"}
+REACH: list[tuple[str, dict[str, Any], Any, str]] = [
+    ("bwrap", {}, "none", ""), ("docker", PUBLIC, "none", "the recipe asks for no network"),
+    ("docker", {}, "all", "the loopback of this machine"), ("docker", PUBLIC, "all", ""),
+    ("docker", {"public_url": "http://10.0.0.5:{port}"}, "all", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("provider", "agent", "network", "why"), REACH)
+def test_a_program_that_could_not_reach_the_model_is_refused(provider: str, agent: Any, network: Any, why: str) -> None:
+    section, program = WorkspaceSection(provider=provider, network=network), AgentSection(command=("agent",), **agent)
+    with pytest.raises(UserError, match=why) if why else nullcontext():
+        provider_of(section, Env(), (), program)
+    provider_of(section, Env(), (), AgentSection(name="solve"))
+
+
+def test_the_provider_is_asked_about_the_first_tasks() -> None:
+    env = Equipped()
+    provider_of(WorkspaceSection(), env, (), tasks=TASKS)
+    env.user = "root"
+    with pytest.raises(UserError, match=r"^task t0: .* 'bwrap' cannot do: users of the image \(root\)$"):
+        provider_of(WorkspaceSection(), env, (), tasks=TASKS)
+    provider_of(WorkspaceSection(provider="docker"), env, (), tasks=TASKS)
+    env.workspace_spec = lambda task, spec: 1 / 0  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"^environment 'env': workspace_spec of task t0: ZeroDivisionError"):
+        provider_of(WorkspaceSection(), env, (), tasks=TASKS)
 
 
 def test_a_sandbox_beside_a_workspace_is_refused() -> None:

@@ -546,6 +546,7 @@ async def test_what_a_provider_cannot_do_is_refused_by_name(provider: WorkspaceP
         "build": (replace(offer.spec, build="/folder"), provider.capabilities.build),
         "a list of hosts": (replace(offer.spec, network=Network(hosts=("a.example",))), provider.capabilities.hosts),
         "network: all": (replace(offer.spec, network=Network(everything=True)), provider.capabilities.everything),
+        "users of the image": (replace(offer.spec, users=("root",)), provider.capabilities.users),
     }
     for name, (spec, able) in wants.items():
         if able:
@@ -553,6 +554,7 @@ async def test_what_a_provider_cannot_do_is_refused_by_name(provider: WorkspaceP
         else:
             with pytest.raises(UserError, match=name):
                 provider.check(spec)
+    assert (await provider.open(offer.spec)).listens == provider.capabilities.listens
 
 
 HOLD = """

@@ -61,7 +61,7 @@ class AgentSection(Section):
     """Address on which the gateway listens, or ADDRESS:PORT: 0.0.0.0 where containers or other machines reach it, which
     takes the rollout's key, as ever. Without a port any free one."""
     public_url: Annotated[str, AfterValidator(_public)] | None = None
-    """Where agents find the gateway, such as http://host.docker.internal:{port}; {port} is the one on which it listens.
+    """Where agents find the gateway, such as http://10.0.0.5:{port}; {port} is the one on which it listens.
     null: at the address on which it listens; of 0.0.0.0, at this machine's own."""
     processes: Annotated[Count, Unit("processes")] = 0
     """Run the function or class in this many processes, many rollouts in each, so that it does not hold up sampling;

@@ -83,7 +83,9 @@ class Harbor(Environment):
         limits = replace(
             spec.limits, memory=found.memory or spec.limits.memory, disk=found.disk or spec.limits.disk
         )  # fmt: skip
-        spec = replace(spec, limits=limits, network=_network(found, spec.network), env={**spec.env, **found.env})
+        users = tuple(dict.fromkeys(step.verifier.user for step in found.steps if step.verifier.user))
+        env, network = {**spec.env, **found.env}, _network(found, spec.network)
+        spec = replace(spec, limits=limits, network=network, env=env, users=users)
         return replace(spec, image=found.image, build=found.build) if self._own_image else spec
 
     async def prepare(self, task: Task, workspace: Workspace) -> None:

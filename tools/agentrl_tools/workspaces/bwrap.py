@@ -75,7 +75,7 @@ class BwrapProvider(WorkspaceProvider):
     """folders: of this machine, which the default image shows besides the system's, read-only."""
 
     name = "bwrap"
-    capabilities = Capabilities(images=True, hosts=True, everything=True)
+    capabilities = Capabilities(images=True, hosts=True, everything=True, listens=True)
 
     def __init__(self, folders: Sequence[str] = ()) -> None:
         for folder in folders:

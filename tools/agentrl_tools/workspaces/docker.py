@@ -45,7 +45,7 @@ class DockerProvider(WorkspaceProvider):
     every second, and who exceeds it has everything killed."""
 
     name = "docker"
-    capabilities = Capabilities(images=True, build=True, everything=True)
+    capabilities = Capabilities(images=True, build=True, everything=True, users=True)
 
     def __init__(
         self,

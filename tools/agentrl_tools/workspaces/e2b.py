@@ -40,7 +40,7 @@ class E2bProvider(WorkspaceProvider):
     ordinary call. lifetime: seconds after which the service ends a sandbox that this run does not renew any more."""
 
     name = "e2b"
-    capabilities = Capabilities(images=True, hosts=True, everything=True)
+    capabilities = Capabilities(images=True, hosts=True, everything=True, users=True)
 
     def __init__(self, image: str = "base", *, deadline: float = 60.0, lifetime: float = 900.0) -> None:
         if not deadline > 0 or not lifetime >= 60:

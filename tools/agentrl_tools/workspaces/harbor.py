@@ -62,7 +62,7 @@ class HarborProvider(WorkspaceProvider):
     asked to take it away. deadline: seconds in which it must answer an ordinary call."""
 
     name = "harbor"
-    capabilities = Capabilities(images=True, build=True, everything=True)
+    capabilities = Capabilities(images=True, build=True, everything=True, users=True)
 
     def __init__(
         self,

@@ -71,8 +71,8 @@ def _add(
     from agentrl.recipe.document import dump
     from agentrl.recipe.load import load_recipe
 
-    folder = into / name.rpartition(":")[2]
-    recipe = folder / f"{Path(what).name.lower()}.yaml"
+    folder, given = into / name.rpartition(":")[2], Path(what).expanduser()
+    recipe = folder / f"{(given.resolve() if given.is_dir() else given).name.lower()}.yaml"
     venv = folder / "venv"
     sections = source.sections(what, str((venv / "bin" / "python").absolute()))  # before anything is made
     if recipe.exists():

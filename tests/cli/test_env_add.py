@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from agentrl_envs.foreign.sources import Verifiers
 
 from agentrl.cli.main import BAD_USAGE, run
+from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
 
 SOURCE = "added_source:Toy"
@@ -53,6 +55,47 @@ def test_nothing_is_installed_by_a_name_that_was_guessed(tmp_path, capsys, sourc
     assert add(tmp_path, source, what) == BAD_USAGE
     assert said in capsys.readouterr().err
     assert not [*tmp_path.iterdir()], "nothing was made"
+
+
+@pytest.mark.parametrize(("folder", "what", "name"), [("rooms", ".", "rooms"), ("rooms/src", "..", "rooms")])
+def test_a_folder_is_named_by_where_it_lies(tmp_path, capsys, monkeypatch, folder, what, name):
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "rooms" / "__init__.py").touch()
+    (tmp_path / "verifiers").mkdir()
+    (tmp_path / "verifiers" / f"{name}.yaml").touch()
+    monkeypatch.chdir(tmp_path / folder)
+    assert add(tmp_path, "verifiers", what) == BAD_USAGE
+    assert f"verifiers/{name}.yaml exists: remove it" in capsys.readouterr().err
+
+
+PROJECT = "pyproject.toml"
+
+
+def taskset(tmp_path: Path, folder: str, file: str, content: str) -> str:
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / file).write_text(content)
+    given = Verifiers().sections(str(tmp_path / folder), "python")["env"]["args"]["args"]
+    return given["config"]["taskset"]["id"]
+
+
+def test_a_taskset_is_called_as_verifiers_imports_it(tmp_path):
+    assert taskset(tmp_path, "my-env-main", PROJECT, '[project]\nname = "My-Env"\n') == "my_env"
+    assert taskset(tmp_path, "echo", "__init__.py", "") == "echo"
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "content", "said"),
+    [
+        ("harbor", "__init__.py", "", "verifiers would load its own taskset 'harbor' instead: rename this one"),
+        ("mine", PROJECT, '[project]\nname = "textarena"\n', "would load its own taskset 'textarena'"),
+        ("my-env", "__init__.py", "", "verifiers imports 'my_env': rename the folder to that"),
+        ("mine", PROJECT, "[tool.x]\n", "pyproject.toml: expected `name` under .project."),
+        ("mine", PROJECT, "name =", "pyproject.toml: cannot be read"),
+    ],
+)
+def test_a_taskset_that_would_not_be_imported_is_refused(tmp_path, folder, file, content, said):
+    with pytest.raises(UserError, match=said):
+        taskset(tmp_path, folder, file, content)
 
 
 def test_an_interpreter_of_another_version_is_refused(tmp_path, capsys):

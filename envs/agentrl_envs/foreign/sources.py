@@ -1,5 +1,6 @@
 """The reviewed table of `agentrl env add`: sources of environments, and the exact packages of each."""
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from agentrl.plugins.source import Source
 from agentrl.plugins.types import Json
 
 PINS = Path(__file__).parent / "pins"
+_OWN = ("harbor", "nemo_gym", "openenv", "textarena")  # tasksets that verifiers 0.4 brings, and looks for first
 _FEW = 4  # tasks for training of a set that has no split for it
 
 
@@ -27,12 +29,29 @@ class Verifiers(Source):
         packaged = (path / "pyproject.toml").is_file()
         if not packaged and not (path / "__init__.py").is_file():
             raise UserError(f"{what}: expected a package: a folder with a pyproject.toml, or with an __init__.py")
-        name = path.name.replace("-", "_").lower()
+        called = _project(path) if packaged else path.name
+        name = called.replace("-", "_").lower()  # as verifiers imports it
+        if name in _OWN:
+            raise UserError(f"{what}: verifiers would load its own taskset {name!r} instead: rename this one")
+        if not packaged and name != called:
+            raise UserError(f"{what}: verifiers imports {name!r}: rename the folder to that")
         args: dict[str, Json] = {"config": {"taskset": {"id": name}}}
         if not packaged:
             args["path"] = str(path.parent)
         given = {"python": python, "module": "verifiers", "args": args}
         return {"env": {"name": "foreign", "args": given}, "agent": {"name": "foreign", "args": given}}
+
+
+def _project(path: Path) -> str:
+    """The name of a project, by which its module is imported: its folder may be called otherwise. Raises UserError."""
+    file = path / "pyproject.toml"
+    try:
+        name = tomllib.loads(file.read_text("utf-8")).get("project", {}).get("name")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
+    if not isinstance(name, str):
+        raise UserError(f"{file}: expected `name` under [project]")
+    return name
 
 
 def _folder(what: str, kind: str = "a taskset's folder") -> Path:

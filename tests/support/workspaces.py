@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from agentrl_tools.workspaces.bwrap import BwrapProvider
 
 from agentrl import Session, Task, Tool
-from agentrl.workspace.provider import WorkspaceSpec
-from agentrl.workspace.workspace import Workspace
+from agentrl.workspace.provider import WorkspaceLimits, WorkspaceSpec
+from agentrl.workspace.workspace import MIB, Workspace
 
 
 @asynccontextmanager
-async def opened(count: int = 1) -> AsyncIterator[list[Workspace]]:
+async def opened(count: int = 1, disk: int = 256 * MIB) -> AsyncIterator[list[Workspace]]:
     provider = BwrapProvider()
     try:
-        yield [await provider.open(WorkspaceSpec()) for _ in range(count)]
+        yield [await provider.open(WorkspaceSpec(limits=WorkspaceLimits(disk=disk))) for _ in range(count)]
     finally:
         await provider.close()
 

@@ -6,12 +6,14 @@ import shutil
 from contextlib import asynccontextmanager
 
 import pytest
-from agentrl_tools.screen import KEPT, Output, clean_text
+from agentrl_tools import screen
+from agentrl_tools.screen import KEPT, PIECE, TAIL, Output, clean_text
 from agentrl_tools.terminal import Terminal
 from workspaces import opened, session_in, used
 
 from agentrl import ArgumentError, UserError
 from agentrl.testing.hooks import require_hooks, require_schema
+from agentrl.workspace.workspace import MIB
 
 pytestmark = pytest.mark.usefixtures("bubblewrap")
 
@@ -21,12 +23,12 @@ ENDED = "[the shell ended: the next command runs in a new one, without its varia
 
 
 @asynccontextmanager
-async def terminal(shell=("bash",), **args):
+async def terminal(shell=("bash",), disk=256 * MIB, **args):
     """A function from a command (or other arguments) to what the model reads."""
     if shutil.which(shell[0]) is None:
         pytest.skip(f"{shell[0]} is not installed")
     tool = Terminal(**args)
-    async with opened() as [workspace]:
+    async with opened(disk=disk) as [workspace]:
         if shell[0] != "bash":
             first = workspace.terminal
 
@@ -142,11 +144,31 @@ async def test_long_output_is_cut_in_the_middle_and_a_file_has_the_rest():
         assert text.endswith("\n4999\n5000")
         assert len(text) < 600
         path = re.search(r"characters are left out; all of it is in (\S+) \.\.\.\]", text)[1]
-        assert await say(f"wc -l <{path}") == "4999"
+        assert await say(f"wc -l <{path}") == "5000"
         assert await say(f"sed -n 2500p {path}") == "2500"
     async with terminal(output=400, seconds=3) as say:
         await say("mkdir /tmp/output-1.txt")
         assert "characters are left out ...]" in await say("seq 1 5000")
+
+
+async def test_the_file_of_megabytes_of_output_has_every_line_or_says_what_it_has_not(monkeypatch):
+    many = "seq 1 1000000"
+    async with terminal(seconds=100, output=400) as say:
+        text = await say(many)
+        assert text.endswith("\n999999\n1000000")
+        shown = text[: text.index("\n[")] + text[text.index("]\n") + 1 :]
+        left = 6_888_896 - len(shown) - 1  # and the ends of the first part and of the last line
+        assert f"[... {left} characters are left out; all of it is in /tmp/output-1.txt ...]" in text
+        assert await say(f"{many} | cmp - /tmp/output-1.txt") == "[no output]"
+        monkeypatch.setattr(screen, "KEPT", 2 * PIECE)
+        text = await say(many)
+        missing = int(re.search(r"left out; all but (\d+) bytes of it are in /tmp/output-2\.txt \.\.\.\]", text)[1])
+        assert 0 <= missing - (7_888_896 - 2 * PIECE - TAIL) < 64  # ends of lines are two characters, and a prompt
+        assert f"\n[{missing} bytes are not kept]\n" in await say("grep -C1 kept /tmp/output-2.txt")
+        assert await say("(head -n1; tail -n1) </tmp/output-2.txt") == "1\n1000000"
+    async with terminal(seconds=100, output=400, disk=2 * PIECE) as say:
+        assert "characters are left out ...]" in await say(many)
+        assert await say("ls /tmp") == "[no output]"
 
 
 async def test_programs_that_never_stop_printing_are_ended():
@@ -154,7 +176,9 @@ async def test_programs_that_never_stop_printing_are_ended():
         text = await say("yes")
         assert text.startswith("y\ny\n")
         assert text.endswith("[it printed far too much and was ended]")
-        assert (await say("cat /dev/zero")).endswith("bytes are not kept]\n[it printed far too much and was ended]")
+        assert re.search(r"left out; all (of it is|but \d+ bytes of it are) in /tmp/output-1\.txt", text)
+        ended = r"(\n?\[\d+ bytes are not kept\]\n)?\[it printed far too much and was ended\]"
+        assert re.fullmatch(ended, await say("cat /dev/zero"))
         assert await say("echo on") == "on"
 
 
@@ -229,12 +253,22 @@ def test_what_a_terminal_would_show(data, text):
     assert clean_text(data) == text
 
 
-def test_an_output_keeps_its_beginning_and_its_end():
-    output = Output()
-    for i in range(400):
-        output.add(b"%07d\n" % i * 2048)
-    data = output.data()
-    assert data.startswith(b"0000000\n")
-    assert data.endswith(b"0000399\n")
-    assert output.total == 400 * 8 * 2048
-    assert b"[%d bytes are not kept]" % (output.total - 2 * KEPT) in data
+def test_an_output_keeps_its_beginning_and_its_end_and_of_others_all():
+    lines = b"".join(b"%07d\n" % i for i in range(PIECE // 8))
+    with Output() as output:
+        output.add(b"x" * 20 + b"\n")
+        for _ in range(3):
+            output.add(lines)
+        pieces = list(output.pieces())
+        assert b"".join(pieces) == b"x" * 20 + b"\n" + 3 * lines
+        assert all(len(piece) <= PIECE and piece.endswith(b"\n") for piece in pieces)
+    with Output() as output:
+        output.add(b"first\n")
+        for _ in range((KEPT + 3 * TAIL) // PIECE):
+            output.add(lines)
+        output.add(b"last")
+        assert output.last == b"t"
+        first, *_, told, last = output.pieces()
+        assert first.startswith(b"first\n")
+        assert told == b"\n[%d bytes are not kept]\n" % (output.total - KEPT - TAIL)
+        assert last.endswith(b"\nlast")

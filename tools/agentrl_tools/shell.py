@@ -9,15 +9,14 @@ not taken for one. Works in bash, dash and busybox.
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
 from agentrl.errors import WorkspaceError
 from agentrl.workspace.workspace import Terminal, Workspace
-from agentrl_tools.screen import Output
+from agentrl_tools.screen import KEPT, Output
 
-FLOOD = 64 << 20
-"""Bytes of output after which a command is interrupted."""
 _START = 10.0  # seconds for a shell to come up
 _PROMPT, _BACK = 0.3, 1.5  # after an interrupt: for a prompt, and for the answer to a probe
 _LINE = 2000  # characters typed in a line: a terminal takes 4096
@@ -96,8 +95,8 @@ class Ran:
 
     ending: Ending
     """Why it is told now."""
-    printed: bytes
-    """What was printed since the last call, as `Output.data` keeps it."""
+    printed: Iterator[bytes]
+    """What was printed since the last call, as `Output.pieces` yields it."""
     code: int = 0
     """The exit code, where it is done."""
 
@@ -117,12 +116,11 @@ class Shell:
         self.waiting = False
         """Whether it was last seen to wait for input."""
 
-    async def run(self, command: str) -> Ran:
-        """Run a command until it is done, waits for input or has taken too long. Nothing may be running. Raises
-        WorkspaceError."""
+    async def run(self, command: str, output: Output) -> Ran:
+        """Run a command until it is done, waits for input or has taken too long. Nothing may be running. output: takes
+        what is printed, as in the other calls, and is read before it is closed. Raises WorkspaceError."""
         terminal = await self._opened()
-        output = Output()
-        output.add(await self._between(terminal))
+        await self._between(terminal, output)
         self._former, self._nonce = self._nonce, secrets.token_hex(8)
         self.running = True
         await terminal.send(_typed(command.encode(errors="replace"), self._nonce))
@@ -131,16 +129,16 @@ class Shell:
             return self._told(Ending.LOST, output)
         return await self._follow(terminal, output)
 
-    async def type(self, data: bytes) -> Ran:
+    async def type(self, data: bytes, output: Output) -> Ran:
         """Type into what runs, and wait on."""
         assert self._terminal is not None
         await self._terminal.send(data)
-        return await self._follow(self._terminal, Output())
+        return await self._follow(self._terminal, output)
 
-    async def interrupt(self) -> Ran:
+    async def interrupt(self, output: Output) -> Ran:
         """End what runs."""
         assert self._terminal is not None
-        return await self._interrupted(self._terminal, Output(), Ending.DONE)
+        return await self._interrupted(self._terminal, output, Ending.DONE)
 
     async def end(self) -> None:
         """End the shell and what it started, in the background, too."""
@@ -178,12 +176,12 @@ class Shell:
         self._pending = self._pending[match.end() :]
         return match
 
-    async def _between(self, terminal: Terminal) -> bytes:
-        """What was printed since the last command ended, by what runs in the background."""
-        data, self._pending = self._pending, b""
-        while len(data) < FLOOD and (more := await terminal.read(0.0)):
-            data += more
-        return data
+    async def _between(self, terminal: Terminal, output: Output) -> None:
+        """Take what was printed since the last command ended, by what runs in the background."""
+        output.add(self._pending)
+        self._pending = b""
+        while output.total < KEPT and (more := await terminal.read(0.0)):
+            output.add(more)
 
     async def _follow(self, terminal: Terminal, output: Output) -> Ran:
         """Gather output until there is something to tell."""
@@ -195,7 +193,7 @@ class Shell:
                 self.running = False
                 return self._told(Ending.DONE, output, code)
             left = begun + self._seconds - time.monotonic()
-            if left <= 0 or output.total > FLOOD:
+            if left <= 0 or output.total > KEPT:
                 return await self._interrupted(terminal, output, Ending.TIME if left <= 0 else Ending.FLOOD)
             data = await terminal.read(min(left, max(0.0, quiet_since + quiet - time.monotonic())))
             if data is None:
@@ -239,7 +237,7 @@ class Shell:
         else:
             await self.end()
         ending = why if code is not None else Ending.LOST
-        return Ran(ending, _without_traces(_without_traces(output.data(), self._nonce), former), code or 0)
+        return self._told(ending, output, code or 0, former)
 
     async def _gather(self, terminal: Terminal, output: Output, nonce: str, seconds: float) -> int | None:
         """Gather output until a marker comes; None where it does not within `seconds`, or the shell has ended."""
@@ -251,8 +249,8 @@ class Shell:
             self._pending += data
         return code
 
-    def _told(self, ending: Ending, output: Output, code: int = 0) -> Ran:
-        return Ran(ending, _without_traces(_without_prompt(output.data(), self._former), self._nonce), code)
+    def _told(self, ending: Ending, output: Output, code: int = 0, *nonces: str) -> Ran:
+        return Ran(ending, _shown(output, self._former, (self._nonce, *nonces)), code)
 
     async def _waits(self, output: Output) -> bool:
         """Whether the program waits for what is typed: it reads the terminal, or it waits for something and has left
@@ -271,8 +269,19 @@ def _marker(nonce: str, value: bytes) -> re.Pattern[bytes]:
     return re.compile(rb"\x1b\]%s;(%s)\x07" % (nonce.encode(), value))
 
 
+def _shown(output: Output, former: str, nonces: tuple[str, ...]) -> Iterator[bytes]:
+    """Yield an output without what is the shell's. former: the nonce of the prompt before it."""
+    for index, piece in enumerate(output.pieces()):
+        data = piece if index else _without_prompt(piece, former)
+        for nonce in nonces:
+            data = _without_traces(data, nonce)
+        yield data
+
+
 def _without_traces(data: bytes, nonce: str) -> bytes:
     """`data` without the lines that are not the command's: echoes of what was typed, traces of `set -x`."""
+    if nonce.encode() not in data and b"+ __" not in data:  # so it is nearly always, and quick to see
+        return data
     data = _marker(nonce, rb"[^\x07]*").sub(b"", data)
     return re.sub(rb"(?m)^(?:.*%s.*|\++ __[abs]=.*)\n?" % nonce.encode(), b"", data)
 

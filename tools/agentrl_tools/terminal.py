@@ -1,19 +1,21 @@
 """A shell in the request's workspace, which lives from call to call."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from agentrl import ArgumentError, Session, ToolResponse, UserError
 from agentrl.errors import PathError
 from agentrl.plugins.types import Json
 from agentrl.workspace.workspace import Workspace
-from agentrl_tools.screen import clean_text, cut_middle
+from agentrl_tools.screen import Output, clean_text, cut_middle
 from agentrl_tools.shell import Ending, Ran, Shell
 from agentrl_tools.workspace_tool import WorkspaceTool
 
 MAX_COMMAND = 100_000
 """Characters of one command."""
 _KEYS = {"C-c": b"\x03", "C-d": b"\x04", "C-z": b"\x1a", "C-\\": b"\x1c"}
+_APPEND = 'cat >>"$0" || { rm -f "$0"; exit 1; }'
 _RUNNING = (
     "a program is still running and waits for input: answer it by `input`, end it with the input C-c, or `restart`"
 )
@@ -40,7 +42,7 @@ class _State:
 
 class Terminal(WorkspaceTool):
     """seconds: that a command may take, after which it is ended, and not the shell. output: characters that the model
-    reads of one output; of longer ones it reads the beginning and the end, and a file in the workspace has the rest."""
+    reads of one output; of longer ones it reads the beginning and the end, and a file in the workspace has it all."""
 
     name = "terminal"
     description = (
@@ -76,10 +78,12 @@ class Terminal(WorkspaceTool):
             if restart:
                 await state.shell.end()
                 return ToolResponse("[the shell was started anew]")
-            ran = await (self._typed(state.shell, str(line)) if command is None else self._ran(state.shell, command))
-            return await self._response(session, ran)
+            with Output() as output:
+                said, do = (line, self._typed) if command is None else (command, self._ran)
+                ran = await do(state.shell, str(said), output)
+                return await self._response(session, ran, output)
 
-    async def _ran(self, shell: Shell, command: str) -> Ran:
+    async def _ran(self, shell: Shell, command: str, output: Output) -> Ran:
         if len(command) > MAX_COMMAND:
             raise ArgumentError(f"the command has more than {MAX_COMMAND} characters")
         if "\0" in command:
@@ -87,26 +91,30 @@ class Terminal(WorkspaceTool):
         if shell.running and shell.waiting:
             raise ArgumentError(_RUNNING)
         if shell.running:  # a call of it was cut off
-            await shell.interrupt()
-        return await shell.run(command)
+            with Output() as unread:
+                await shell.interrupt(unread)
+        return await shell.run(command, output)
 
-    async def _typed(self, shell: Shell, text: str) -> Ran:
+    async def _typed(self, shell: Shell, text: str, output: Output) -> Ran:
         if not shell.running:
             raise ArgumentError("nothing is running that could read `input`: give a `command`")
         if text.strip() == "C-c":
-            return await shell.interrupt()
+            return await shell.interrupt(output)
         key = _KEYS.get(text.strip())
         if key is not None or not text:
-            return await shell.type(key or b"")
+            return await shell.type(key or b"", output)
         line = text.encode(errors="replace")
-        return await shell.type(line if line.endswith((b"\n", *_KEYS.values())) else line + b"\n")
+        return await shell.type(line if line.endswith((b"\n", *_KEYS.values())) else line + b"\n", output)
 
-    async def _response(self, session: Session, ran: Ran) -> ToolResponse:
+    async def _response(self, session: Session, ran: Ran, output: Output) -> ToolResponse:
         workspace: Workspace = self.workspace(session)
-        text = clean_text(ran.printed).rstrip("\n")
-        cut = cut_middle(text, self.output)
-        if cut is not None:
-            text = await self._shortened(workspace, session.state, text, *cut)
+        text, pieces = "", _cleaned(ran.printed)
+        async for piece in pieces:
+            text += piece
+            if len(text) > self.output + 1:  # the last end of line is not shown
+                text = await self._shortened(workspace, session.state, text, pieces, output.dropped)
+                break
+        text = text.rstrip("\n")
         told = _TOLD.get(ran.ending, f"[exit code {ran.code}]" if ran.code else "")
         told = told.format(seconds=self.seconds, home=workspace.home)
         metrics = {
@@ -117,16 +125,22 @@ class Terminal(WorkspaceTool):
         }
         return ToolResponse("\n".join(part for part in (text, told) if part) or "[no output]", metrics=metrics)
 
-    async def _shortened(self, workspace: Workspace, state: _State, text: str, head: str, tail: str) -> str:
-        """The beginning and the end of a long output, and between them where to read all of it."""
+    async def _shortened(
+        self, workspace: Workspace, state: _State, text: str, more: AsyncIterator[str], dropped: int
+    ) -> str:
+        """The beginning and the end of a long output, of which `text` is printed first, and between them where to read
+        all of it."""
         state.saved += 1
         path = f"/tmp/output-{state.saved}.txt"
-        try:
-            await workspace.write(path, text.encode(errors="replace"))
-            where = f"; all of it is in {path}"
-        except PathError:  # the disk is full, or somebody has put something else there
-            where = ""
-        left = len(text) - len(head) - len(tail)
+        saved = await _saved(workspace, path, text)
+        head, tail, left = text[: self.output], text[-self.output :], len(text)
+        async for piece in more:
+            saved = saved and await _saved(workspace, path, piece, more=True)
+            tail, left = (tail + piece)[-self.output :], left + len(piece)
+        head, tail = cut_middle(head + tail, self.output) or (head, tail)
+        left -= len(head) + len(tail)
+        whole = f"all but {dropped} bytes of it are" if dropped else "all of it is"
+        where = f"; {whole} in {path}" if saved else ""
         return f"{head.rstrip(chr(10))}\n[... {left} characters are left out{where} ...]\n{tail}"
 
     async def release(self, session: Session, **kwargs: Json) -> None:
@@ -134,3 +148,23 @@ class Terminal(WorkspaceTool):
             state: _State = session.state
             session.state = None
             await state.shell.close()
+
+
+async def _cleaned(printed: Iterator[bytes]) -> AsyncIterator[str]:
+    """Yield an output as text, and let others go on between its pieces."""
+    for piece in printed:
+        yield clean_text(piece)
+        await asyncio.sleep(0)
+
+
+async def _saved(workspace: Workspace, path: str, text: str, *, more: bool = False) -> bool:
+    """Write a text to a file, or add it to its end, and say whether that was done: the disk may be full, in which case
+    the file is removed, or something else may stand there."""
+    data = text.encode(errors="replace")
+    try:
+        if more:
+            return (await workspace.exec(["sh", "-c", _APPEND, path], cwd="/", stdin=data)).ok
+        await workspace.write(path, data)
+    except PathError:
+        return False
+    return True

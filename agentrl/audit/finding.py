@@ -66,6 +66,7 @@ KINDS: Mapping[str, str] = {
     "hangs": "a hook never comes back, and holds the event loop",
     "exits": "code of the environment ended its process",
     "prints": "code of the environment prints without end",
+    "not_carried": "its source has more than the adapter carries",
     "not_examined": "raise --seconds, or give what is missing",
 }
 """By kind of finding: the cause to look for. `docs/audit.md` has the bound of each."""

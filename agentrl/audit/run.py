@@ -25,6 +25,7 @@ from agentrl.audit.subject import Make, Play, Script, Subject, text_of
 from agentrl.audit.tampering import tampering_findings
 from agentrl.audit.tasks import CHARACTERS, asked, hides, length_findings, schema_findings, split_findings
 from agentrl.errors import UserError, contained, describe
+from agentrl.plugins.environment import not_carried
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Task
 from agentrl.recipe.schema import Recipe
@@ -153,6 +154,8 @@ async def audit(
 async def _examine(run: Audit) -> None:
     """All that there is to examine, what costs least first."""
     subject, report = run.subject, run.report
+    lines = not_carried(subject.env, subject.toolbox.tools)
+    run.add([found("not_carried", Severity.INFO, line) for line in lines])
     run.told.stage("tasks")
     splits = {split: subject.tasks(split) for split in ("train", *subject.env.splits)}
     report.splits.update({split: len(tasks) for split, tasks in splits.items()})

@@ -97,14 +97,15 @@ def _add(
 def _try(recipe: "Recipe", tasks: int, say: Callable[[str], None]) -> None:
     """Play some tasks by a player who knows nothing. Raises UserError with what the environment does not keep."""
     from agentrl.errors import UserError
+    from agentrl.plugins.environment import not_carried
     from agentrl.plugins.registry import make_environment
     from agentrl.testing import check_environment
 
     env = make_environment(recipe.env)
     sizes = {split: len(env.tasks(split)) for split in ("train", *env.splits)}
     say(f"  {env.name}: " + ", ".join(f"{size:,} tasks of {split}" for split, size in sizes.items()))
-    for lacking, why in env.cannot.items():
-        say(f"  not carried: {lacking}: {why}")
+    for line in not_carried(env, env.tools()):
+        say(f"  {line}")
     if not tasks:
         return
     try:

@@ -87,7 +87,7 @@ async def _try(
         scorer = Scorer(rewards, recipe.rollout.turn_timeout)
         holder = await holder_of(recipe, stack)
         stage = Stage(env, toolbox.tools, recipe.rollout, scorer, changes, holder, workspaces)
-        _introduce(task, list(tools.values()), narrator, recipe)
+        _introduce(task, list(tools.values()), narrator, recipe, env)
         play = Person(_hint(tools), narrator.say).turn if turns is None else scripted(turns)
         one_by_one = asyncio.Lock()  # an agent may ask for several answers at once
 
@@ -117,7 +117,7 @@ async def _by_model(recipe: "Recipe", env: "Environment", choice: Choice, narrat
         raise
     player = await Player.build(recipe, model_path=choice.model, env=env)
     try:
-        _introduce(task, list(offered(task, player.toolbox.tools, env).values()), narrator, recipe)
+        _introduce(task, list(offered(task, player.toolbox.tools, env).values()), narrator, recipe, env)
         engine = Watched(player.engine)
         player.engine = cast("Engine", engine)
         driver = player.driver()
@@ -164,9 +164,12 @@ def _task(env: "Environment", split: str, which: str) -> "Task":
     return found
 
 
-def _introduce(task: "Task", tools: "Sequence[Tool]", narrator: Narrator, recipe: "Recipe") -> None:
+def _introduce(task: "Task", tools: "Sequence[Tool]", narrator: Narrator, recipe: "Recipe", env: "Environment") -> None:
+    from agentrl.plugins.environment import not_carried
     from agentrl.plugins.schema import outline
 
+    for line in not_carried(env, tools):
+        narrator.say(line, style="dim")
     narrator.say(f"task {task.id}", style="bold")
     for tool in tools:
         narrator.say(f"tool {tool.name} {outline(tool.parameters)}", style="dim")

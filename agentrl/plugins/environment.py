@@ -1,7 +1,7 @@
 """The environment: where tasks come from, the same four hooks as a tool, and who decides that it is over."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from random import Random
 from types import MappingProxyType
 from typing import overload
@@ -30,7 +30,7 @@ class Environment(ABC):
     `reward_parts`: every name that `calc_reward` may give, where they are known; None: they are not. A class that
     overrides `calc_reward` says them anew. `example`: arguments (`source` among them) by which `agentrl try` plays an
     environment that cannot be made without any. `cannot`: what its source has and it does not carry, by name, and what
-    becomes of it; said before a run.
+    becomes of it; said where a command begins.
     """
 
     name: str
@@ -140,6 +140,12 @@ def declared_parts(plugin: Environment | Tool) -> tuple[str, ...] | None:
         if "calc_reward" in vars(kind):
             return None
     return None
+
+
+def not_carried(env: Environment, tools: Iterable[Tool]) -> list[str]:
+    """What an environment and tools say that they do not carry, each in a line: said where a command begins."""
+    lines = [f"not carried by {env.name}: {what}: {why}" for what, why in env.cannot.items()]
+    return lines + [f"not carried by {tool.name}: {what}: {why}" for tool in tools for what, why in tool.cannot.items()]
 
 
 class LazyTasks(Sequence[Task]):

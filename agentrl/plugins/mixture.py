@@ -30,6 +30,9 @@ class Mixture(Environment):
         self.splits = tuple(f"{label}.{split}" for label, (_, env) in self._parts.items() for split in env.splits)
         self._tools = self._own_tools()
         self.pays = all(env.pays for _, env in self._parts.values())
+        self.cannot = {
+            f"{what} of {label}": why for label, (_, env) in self._parts.items() for what, why in env.cannot.items()
+        }
 
     @property
     def reward_parts(self) -> tuple[str, ...] | None:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from agentrl.errors import UserError
 from agentrl.plugins.prompt_schema import prompt_schema
@@ -16,6 +17,7 @@ class Tool(ABC):
     reward_parts: every name that `calc_reward` may give, as an environment says them; none, unless it is overridden.
     converses: whether its calls hold conversations with the model; `execute` is then given `converse` besides the
     model's arguments, a `Converse`. uses_workspace: whether it needs `session.workspace`, without which no run begins.
+    cannot: as an environment says it.
     """
 
     name: str
@@ -24,6 +26,7 @@ class Tool(ABC):
     reward_parts: tuple[str, ...] | None = ()
     converses: bool = False
     uses_workspace: bool = False
+    cannot: Mapping[str, str] = MappingProxyType({})
     _written: "tuple[tuple[object, ...], dict[str, Json]] | None" = None
 
     async def create(self, session: Session, **create_kwargs: Json) -> None:  # noqa: B027 - a hook with a default

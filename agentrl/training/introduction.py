@@ -1,5 +1,6 @@
 """The first lines of a run, in plain words: what is trained, on what, and how it is sampled."""
 
+from agentrl.plugins.environment import not_carried
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import AlgorithmSection
 from agentrl.rollout.player import Player
@@ -16,7 +17,7 @@ def introduction(recipe: Recipe, checked: Checked, player: Player, stored: int =
         f"steps: {_steps(recipe, stored)}",
         *([] if stored else [f"sampled: {_sampling(recipe)}"]),
         f"tools: {player.offers()}",
-        *(f"not carried by {checked.env.name}: {what}: {why}" for what, why in checked.env.cannot.items()),
+        *not_carried(checked.env, player.toolbox.tools),
     ]
 
 

@@ -25,6 +25,7 @@ async def audited(env: dict[str, Any], tasks: int = 4, agent: dict[str, Any] | N
 async def of_set(venv: str, name: str, tasks: int = 4) -> dict[str, Finding]:
     args = {"python": f"{venv}/bin/python", "module": "reasoning_gym", "args": {"dataset": name}}
     report = await audited({"name": "foreign", "args": args}, tasks)
+    assert any(f.kind == "not_carried" and ": tools: " in f.line for f in report.findings)
     return {finding.kind: finding for finding in report.findings if finding.severity is not Severity.INFO}
 
 

@@ -25,7 +25,7 @@ def test_it_installs_writes_and_tries(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "[1/4] a virtual environment in" in said
     assert "guessing: 100 tasks of train, 10 tasks of test" in said
-    assert "not carried: images: the number is told in words" in said
+    assert "not carried by guessing: images: the number is told in words" in said
     assert "2 tasks of each split were played" in said
     (path,) = tmp_path.glob("*/10.yaml")
     recipe = load_recipe(path)

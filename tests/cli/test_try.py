@@ -438,5 +438,6 @@ def test_every_environment_that_ships_is_played_without_arguments(name: str, tmp
     replies.write_text("\n---\n".join(["I do not know."] * 40), encoding="utf-8")
     printed = said(capsys, name, "--replies", str(replies), "--images", str(tmp_path))
     assert ("plays its example" in printed) == (name in ("dataset", "harbor", "object", "swe"))
+    assert ("not carried by Shelf: rollout_func: the loop over turns is ours" in printed) == (name == "object")
     assert re.search(r"^reward \S+: \w+ ", printed, re.M), "the reward with its parts"
     assert printed.endswith("solved: no\n")

@@ -42,6 +42,7 @@ class ObjectEnvironment(Environment):
 
     name = "object"
     example = MappingProxyType({"factory": "agentrl_envs.object.example:Shelf"})
+    cannot = MappingProxyType({"rollout_func": "the loop over turns is ours"})
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 import yaml
@@ -55,6 +56,10 @@ class _Instance:
 
 class VerlTool(Tool):
     """One object of verl's as a tool."""
+
+    cannot = MappingProxyType(
+        {"calc_reward within a rollout": "it is asked once, after the last token", "videos": "such a call is an error"}
+    )
 
     def __init__(self, path: str, config: dict[str, Json], schema: Mapping[str, Json] | None, where: str) -> None:
         self._made = _construct(path, config, schema, where)

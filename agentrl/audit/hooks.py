@@ -208,9 +208,12 @@ class Meeting:
 def failure_findings(subject: Subject) -> list[Finding]:
     """Rollouts that came to no reward, releases that failed, and tools that raised."""
     by_line: defaultdict[str, list[Play]] = defaultdict(list)
+    lost = list[Play]()
     for play in subject.failures:
         failure = play.trajectory.failure
-        if failure is not None and failure.boundary is not Boundary.ENGINE:
+        if failure is not None and failure.boundary is Boundary.ENGINE:
+            lost.append(play)
+        elif failure is not None:
             by_line[failure.message].append(play)
         for line in play.trajectory.extra.get("release_errors", ()):
             by_line[line].append(play)
@@ -221,6 +224,9 @@ def failure_findings(subject: Subject) -> list[Finding]:
         shown = f"after {shortened(str(said[-1].get('content') or said[-1].get('tool_calls')), 200)!r}" if said else ""
         what = f"{len(plays)} of {subject.counts['plays']} rollouts: {line}"
         findings.append(found(kind, Severity.HIGH, what, [play.task.id for play in plays], shown))
+    if lost and (failure := lost[0].trajectory.failure) is not None:
+        line = f"{len(lost)} rollouts, whose player failed: {failure.message}"
+        findings.append(found("not_examined", Severity.INFO, line, [play.task.id for play in lost]))
     for (name, line), ids in list(subject.tool_errors.items())[:5]:
         kind, what = ("fails", "solved()") if name == "solved" else ("tool_fails", f"tool {name!r}")
         findings.append(found(kind, Severity.MEDIUM, f"{what}: {line} ({len(ids)} times)", ids))

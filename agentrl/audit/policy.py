@@ -1,6 +1,8 @@
 """The policies that need no model: each has attempts, which play a task without doing it."""
 
+import contextlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,6 +12,8 @@ from random import Random
 
 from agentrl.audit.answer import Form, Oracle
 from agentrl.audit.subject import Script, Seat, Voice, text_of
+from agentrl.errors import UserError
+from agentrl.plugins.prompt_schema import target
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Task
 from agentrl.testing.agent import call, plain_text
@@ -158,34 +162,101 @@ def random_arguments(tool: Tool, rng: Random) -> dict[str, Json]:
     properties = tool.parameters.get("properties", {})
     required = tool.parameters.get("required", ())
     chosen = [key for key in properties if key in required or rng.random() < 0.5]
-    return {key: random_value(properties[key], rng) for key in chosen}
+    return {key: random_value(properties[key], rng, tool.parameters) for key in chosen}
 
 
-def random_value(schema: object, rng: Random, depth: int = 3) -> Json:
-    """A value that a JSON schema takes, as far as it says what it takes."""
-    if not isinstance(schema, Mapping):
-        return "x"
-    if schema.get("enum"):
-        return rng.choice(list(schema["enum"]))
-    for key in ("anyOf", "oneOf"):
-        if schema.get(key):
-            return random_value(rng.choice(list(schema[key])), rng, depth)
-    kind = schema.get("type", "string")
-    kind = kind[0] if isinstance(kind, list) and kind else kind
-    low = schema.get("minimum", 0)
-    if kind == "integer":
-        return rng.randint(int(low), int(schema.get("maximum", int(low) + 20)))
-    if kind == "number":
-        return round(rng.uniform(float(low), float(schema.get("maximum", float(low) + 20))), 2)
+def random_value(schema: object, rng: Random, root: Mapping[str, Json], depth: int = 4) -> Json:
+    """A value that a JSON schema takes, as far as it says what it takes; patterns are not looked at. root: where its
+    references lead. depth: levels that hold more than they must."""
+    known = _one_of(schema, rng, root, depth)
+    if known.get("enum"):
+        return rng.choice(list(known["enum"]))
+    if "const" in known:
+        return known["const"]
+    kind = known.get("type") or ("object" if "properties" in known else "array" if "items" in known else "string")
+    kind = rng.choice(kind) if isinstance(kind, list) else kind
+    if kind in ("integer", "number"):
+        return _number(known, rng, kind == "integer")
     if kind == "boolean":
         return rng.random() < 0.5
     if kind == "array":
-        count = max(int(schema.get("minItems", 0)), rng.randint(0, 2)) if depth else int(schema.get("minItems", 0))
-        return [random_value(schema.get("items"), rng, depth - 1) for _ in range(count)]
+        count = _count(known, "Items", rng.randint(0, 2) if depth > 0 else 0)
+        return [random_value(known.get("items"), rng, root, depth - 1) for _ in range(count)]
     if kind == "object":
-        inner = schema.get("properties", {}) if depth else {}
-        return {key: random_value(inner[key], rng, depth - 1) for key in schema.get("required", ()) if key in inner}
-    return None if kind == "null" else _words(rng, rng.randint(1, 2))
+        inner = known.get("properties", {}) if depth > -_LEVELS else {}
+        needed = [key for key in inner if key in known.get("required", ())]
+        return {key: random_value(inner[key], rng, root, depth - 1) for key in needed}
+    return None if kind == "null" else _text(known, rng)
+
+
+_LARGEST = 10_000  # entries or letters of a value
+_LEVELS = 8  # beyond those that hold more than they must
+_LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems")
+_UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems")
+_NESTING = frozenset({"$ref", "properties", "items", "allOf", "anyOf", "oneOf"})
+
+
+def _one_of(schema: object, rng: Random, root: Mapping[str, Json], depth: int) -> dict[str, Json]:
+    """One of the schemas that a schema stands for: its references followed, its alternatives chosen, all joined."""
+    if not isinstance(schema, Mapping) or depth <= -_LEVELS:
+        return {}
+    parts = list(schema.get("allOf") or ())
+    if isinstance(schema.get("$ref"), str):
+        with contextlib.suppress(UserError):
+            parts.append(target(schema["$ref"], root))
+    if options := list(schema.get("anyOf") or schema.get("oneOf") or ()):
+        flat = [option for option in options if not isinstance(option, Mapping) or not option.keys() & _NESTING]
+        parts.append(rng.choice(options if depth > 0 else flat or options))
+    joined = {key: value for key, value in schema.items() if key not in ("allOf", "$ref", "anyOf", "oneOf")}
+    for part in parts:
+        for key, value in _one_of(part, rng, root, depth - 1).items():
+            if key not in joined:
+                joined[key] = value
+            elif key == "properties":
+                joined[key] = {**value, **joined[key]}
+            elif key in ("required", "enum"):
+                both = [one for one in value if one in joined[key]]
+                joined[key] = both if key == "enum" else [*joined[key], *value]
+            elif key in (*_LOWER, *_UPPER):
+                joined[key] = max(joined[key], value) if key in _LOWER else min(joined[key], value)
+    return joined
+
+
+def _bound(schema: Mapping[str, Json], key: str) -> float | int | None:
+    """A limit of a schema, where it says one that is a number."""
+    found = schema.get(key)
+    return found if isinstance(found, int | float) else None
+
+
+def _number(schema: Mapping[str, Json], rng: Random, whole: bool) -> float | int:
+    """A number within the limits of a schema."""
+    lows = [bound for key in _LOWER[:2] if (bound := _bound(schema, key)) is not None]
+    highs = [bound for key in _UPPER[:2] if (bound := _bound(schema, key)) is not None]
+    low = max(lows) if lows else 0 if not highs or min(highs) > 0 else min(highs) - 20
+    high = min(highs) if highs else low + 20
+    out = (schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum"))
+    if whole:
+        first, last = math.ceil(low), math.floor(high)
+        first, last = first + (first in out), last - (last in out)
+        return rng.randint(first, max(first, last))
+    drawn = round(rng.uniform(low, high), 2)
+    return drawn if low <= drawn <= high and drawn not in out else low / 2 + high / 2
+
+
+def _text(schema: Mapping[str, Json], rng: Random) -> str:
+    """Words of a length that a schema takes."""
+    text = _words(rng, rng.randint(1, 2))
+    count = _count(schema, "Length", len(text))
+    while len(text) < count:
+        text = f"{text} {_words(rng)}"
+    return text[:count]
+
+
+def _count(schema: Mapping[str, Json], of: str, wanted: int) -> int:
+    """The number of letters (`Length`) or of `Items` nearest to what is wanted that a schema takes."""
+    least, most = _bound(schema, f"min{of}"), _bound(schema, f"max{of}")
+    count = wanted if least is None else max(wanted, least)
+    return int(min(count if most is None else min(count, most), _LARGEST))
 
 
 def _echo(known: Knowledge) -> Iterator[Attempt]:

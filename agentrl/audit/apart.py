@@ -45,8 +45,8 @@ class Watched:
     """The line of a UserError; empty where there is none."""
     done: bool = False
     """Whether it came to its end."""
-    digest: dict[str, list[str]] = field(default_factory=dict)
-    """By split, a hash of each of the first tasks."""
+    digest: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    """See `agentrl.audit.child.digest`."""
 
     def take(self, line: Mapping[str, Any], on_stage: Callable[[str], None]) -> None:
         """Take in a line of the process."""
@@ -193,19 +193,25 @@ def _wait(tree: ProcessTree, seconds: float) -> None:
         time.sleep(_POLL)
 
 
-def _digest(folder: Path) -> dict[str, list[str]] | None:
+def _digest(folder: Path) -> dict[str, dict[str, list[str]]] | None:
     try:
-        given: dict[str, list[str]] = json.loads((folder / DIGEST).read_text())
+        given: dict[str, dict[str, list[str]]] = json.loads((folder / DIGEST).read_text())
     except (OSError, ValueError):
         return None
     return given
 
 
-def _compared(digest: Mapping[str, list[str]], other: Mapping[str, list[str]]) -> list[Finding]:
+def _compared(
+    digest: Mapping[str, Mapping[str, list[str]]], other: Mapping[str, Mapping[str, list[str]]]
+) -> list[Finding]:
     findings = []
-    for split, tasks in digest.items():
-        changed = [a.split()[0] for a, b in zip(tasks, other.get(split, []), strict=False) if a != b]
-        if changed:
-            line = f"{split}: {len(changed)} of the first {len(tasks)} tasks are others in another process"
-            findings.append(found("unsteady_tasks", Severity.HIGH, line, changed))
+    for what, kind in (("tasks", "unsteady_tasks"), ("openings", "unseeded")):
+        for split, hashes in digest[what].items():
+            pairs = list(zip(hashes, other[what].get(split, ()), strict=False))
+            changed = [a.split()[0] for a, b in pairs if a != b]
+            if changed:
+                line = f"{split}: {len(changed)} of the first {len(pairs)} {what} are others in another process"
+                findings.append(found(kind, Severity.HIGH, line, changed))
+        if findings:
+            break  # other tasks have other openings
     return findings

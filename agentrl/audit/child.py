@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -15,20 +16,21 @@ from typing import IO, Any
 from agentrl.jsonable import dumps
 
 LINES, RECIPE, OPTIONS, DIGEST = "lines.jsonl", "recipe.yaml", "options.json", "digest.json"
-DIGESTED = 64
-"""Tasks of a split that are compared between processes."""
+DIGESTED, OPENED = 64, 8
+"""Tasks of a split that are compared between processes, and openings."""
+OPENING_SECONDS = 4.0
+"""For all openings that are compared."""
 
 
 def main(arguments: Sequence[str]) -> None:
     """Audit, or write a digest of the tasks: see the docstring of the module."""
     folder, what = Path(arguments[0]), arguments[1]
     from agentrl.errors import UserError
-    from agentrl.plugins.registry import make_environment
     from agentrl.recipe.load import load_recipe
 
     recipe = load_recipe(folder / RECIPE)
     if what == "digest":
-        (folder / DIGEST).write_text(json.dumps(digest(make_environment(recipe.env))))
+        (folder / DIGEST).write_text(json.dumps(digest(recipe)))
         sys.stdout.flush()
         os._exit(0)
     with (folder / LINES).open("a", encoding="utf-8") as file:
@@ -69,22 +71,47 @@ def _audit(folder: Path, recipe: Any, file: IO[str]) -> None:
         return report
 
     report = run(work())
-    _say(file, {"digest": digest(make_environment(recipe.env)), "report": report.json()})
+    _say(file, {"digest": digest(recipe), "report": report.json()})
 
 
-def digest(env: Any) -> dict[str, list[str]]:
-    """By split, a hash of each of the first tasks."""
-    from agentrl.plugins.registry import tasks_of
+def digest(recipe: Any) -> dict[str, dict[str, list[str]]]:
+    """By split, a hash of each of the first tasks (`tasks`), and of the openings of some (`openings`), where these need
+    no workspace."""
+    from agentrl.containment.event_loop import run
+    from agentrl.plugins.registry import make_environment, tasks_of
 
-    found = {}
-    for split in ("train", *env.splits):
-        tasks = tasks_of(env, split)
-        some = (tasks[index] for index in range(min(DIGESTED, len(tasks))))
-        found[split] = [
-            f"{task.id} {hashlib.sha256(dumps(_plain(task), default=str, sort_keys=True).encode()).hexdigest()[:16]}"
-            for task in some
-        ]
-    return found
+    env = make_environment(recipe.env)
+    splits = {split: tasks_of(env, split) for split in ("train", *env.splits)}
+    found = {split: [tasks[i] for i in range(min(DIGESTED, len(tasks)))] for split, tasks in splits.items()}
+    made = {} if recipe.workspace is not None or env.uses_workspace else run(_openings(env, found))
+    return {
+        "tasks": {split: [_hash(task.id, _plain(task)) for task in tasks] for split, tasks in found.items()},
+        "openings": made,
+    }
+
+
+async def _openings(env: Any, splits: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
+    """By split, a hash of what the first openings say, as long as that takes little time."""
+    from agentrl.audit.subject import text_of
+    from agentrl.errors import UserError
+    from agentrl.rollout.hooks import opening_of
+
+    until, made = time.monotonic() + OPENING_SECONDS, dict[str, list[str]]()
+    for split, tasks in splits.items():
+        made[split] = []
+        for task in tasks[:OPENED]:
+            if (left := until - time.monotonic()) <= 0:
+                return made
+            try:
+                messages = await opening_of(env, task, left, 0)
+            except UserError:  # which the audit says
+                return made
+            made[split].append(_hash(task.id, [(message["role"], text_of(message)) for message in messages]))
+    return made
+
+
+def _hash(name: str, value: object) -> str:
+    return f"{name} {hashlib.sha256(dumps(value, default=str, sort_keys=True).encode()).hexdigest()[:16]}"
 
 
 def _plain(task: Any) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import axe_core_python
 import pytest
-from audited import Exits, Hangs, Prints, Unordered
+from audited import Exits, Hangs, NamesAny, NamesThem, OneByOne, Prints, Unordered
 from browser import Browser
 from cli_help import refused
 
@@ -99,8 +99,11 @@ def test_an_environment_may_print_what_it_wants() -> None:
 
 
 @pytest.mark.slow
-def test_tasks_that_differ_between_processes_are_found() -> None:
-    assert "unsteady_tasks" in kinds(apart(Unordered))
+@pytest.mark.parametrize(
+    ("env", "found"), [(Unordered, {"unsteady_tasks"}), (NamesAny, {"unseeded"}), (NamesThem, set())]
+)
+def test_what_differs_between_processes_is_found(env: type[Environment], found: set[str]) -> None:
+    assert kinds(apart(env)) == found
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Environments that an audit in a process of its own must survive, and one that is broken in plain ways."""
 
+import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -32,6 +33,43 @@ class Prints(Sums):
     async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
         print("x" * 20_000)
         return await super().calc_reward(session, **kwargs)
+
+
+class OneByOne(Sums):
+    """Serves one rollout at a time, and waits in each hook, as one does who asks a server."""
+
+    def __init__(self) -> None:
+        self.room = asyncio.Lock()
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Any]:
+        await self.room.acquire()
+        await asyncio.sleep(0.2)
+        return await super().create(session)
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
+        await asyncio.sleep(0.2)
+        return await super().calc_reward(session)
+
+    async def release(self, session: Session, **kwargs: Any) -> None:
+        self.room.release()
+
+
+class NamesThem(Sums):
+    """Greets who is there, in an order of their own."""
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Any]:
+        return [{"role": "user", "content": f"Hello {', '.join(self.there())}. {session.task.data['question']}"}]
+
+    def there(self) -> Sequence[str]:
+        """The names."""
+        return sorted(set(WORDS))
+
+
+class NamesAny(NamesThem):
+    """Greets them in the order of a set of texts, which is another in each process."""
+
+    def there(self) -> Sequence[str]:
+        return list(set(WORDS))
 
 
 class Unordered(Sums):

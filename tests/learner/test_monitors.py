@@ -252,9 +252,18 @@ def test_one_update_that_destroys_the_policy_is_blamed_on_the_learning_rate() ->
 
 
 def test_every_condition_and_range_is_documented() -> None:
+    """The page's healthy values of what has a range begin with that range."""
     page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     assert set(CONDITIONS) == set(re.findall(r"^- `(\w+)`: ", page, re.M))
-    assert [name for name in RANGES if f"| `{name}` |" not in page] == []
+    cells = dict(re.findall(r"^\| `([^`]+)` \|[^|]*\| ([^|]*) \|", page, re.M))
+    told = {name: "0" if found == (None, 0.0) else _told(*found) for name, found in RANGES.items()}
+    assert {name: cells[name] for name in told if not re.match(rf"{told[name]}(?![.\d])", cells[name])} == {}
+
+
+def _told(low: float | None, high: float | None) -> str:
+    if low is None or high is None:
+        return f"at least {low:g}" if low is not None else f"at most {high:g}"
+    return f"{low:g} to {high:g}"
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ function meaning(app, key) {
   const own = key.startsWith("eval/") || key.startsWith("env/") || key.startsWith("reward/");
   const one = named(metrics, key) ?? {};
   const range = named(app.meanings.ranges, key);
-  const found = [["means", one.meaning ?? (own ? "" : "a metric of your own: nothing is written of it")], ["healthy", [range && bounds(range), one.healthy].filter(Boolean).join("; ")], ["else", one.remedy], ["computed in", one.where && h("code", null, one.where)],
+  const found = [["means", one.meaning ?? (own ? "" : "a metric of your own: nothing is written of it")], ["healthy", one.healthy || (range && bounds(range))], ["else", one.remedy], ["computed in", one.where && h("code", null, one.where)],
     ["interval", app.runs.some((run) => run.band(key).length) && "the band of a run: 95 %, over tasks"]];
   const health = (watched[key] ?? []).map((name) => h("li", null, h("b", null, name.replaceAll("_", " ")), `: ${brief(conditions[name] ?? "")}`));
   return [h("dl", null, found.filter(([, text]) => text).map(([name, text]) => h("div", null, h("dt", null, name), h("dd", null, text)))),

@@ -1,7 +1,8 @@
 """`History`: what a run's rows of metrics said so far, in windows, with the step at which the policy broke.
 
 The conditions of `monitors.py` read it. What changed just before a step (`changes`) is listed in order of evidence: a
-resumed run, another learning rate, an evaluation or pass that began, then the update itself.
+resumed run, another learning rate, the end of the critic's warm-up, a pass over the tasks that began, an evaluation,
+then the update itself and its sync.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -149,11 +150,19 @@ class History:
         rates = now.get("train/lr"), then.get("train/lr")
         if rates[0] and rates[1] and not 0.5 < rates[0] / rates[1] < 1.5:
             found.append(f"the learning rate went from {rates[1]:.3g} to {rates[0]:.3g} in step {step - 1}")
+        warmup = self.recipe.critic.warmup_steps if self.recipe.critic is not None else 0
+        if 0 < warmup < step - 1 <= warmup + STEPS:
+            found.append(f"the critic's warm-up ended with step {warmup}, and the policy is updated since")
         passes = int(self.row(step).get("data/epoch", 0)), int(now.get("data/epoch", 0))
         if passes[0] > passes[1]:
             found.append(f"pass {passes[0] + 1} over the tasks began in step {step}")
+        evaluated = {one.step for some in self.evaluations.values() for one in some}
+        if step - 1 in evaluated and step - 2 not in evaluated:
+            found.append(f"an evaluation after step {step - 1}")
         if now.get("train/updates"):
             found.append(update(now))
+            if self.recipe.engine.name != "local" and "time/sync_s" in now:
+                found.append(f"the sync of its weights ({now['time/sync_s']:.2g} s)")
         return found
 
     def _look_for_break(self, row: Row) -> None:

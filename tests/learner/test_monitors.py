@@ -15,6 +15,7 @@ from rich.console import Console
 from train_help import metrics, small
 
 import agentrl
+from agentrl.learner.history import History
 from agentrl.learner.monitors import CONDITIONS, RANGES, Finding, Health
 from agentrl.recipe.schema import Recipe
 from agentrl.training.display import Display
@@ -233,6 +234,34 @@ def test_what_gets_twice_as_bad_is_said_again_and_three_times_at_most() -> None:
     assert [one.line.startswith("worse than before") for _, one in raised] == [False, True, True]
     health = Health(small(), [{"step": 1, "health": [one._asdict() for _, one in raised]}])
     assert health.step({"step": 2}) == []
+
+
+def test_what_changed_just_before_is_listed() -> None:
+    recipe = small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 4}, engine={"name": "sglang"})
+    history = History(recipe)
+    history.add({"step": 0, "eval/test/accuracy": 0.1})
+    for step in range(1, 12):
+        row = {"step": step, "data/epoch": step / 10, "train/updates": int(step > 4), "time/sync_s": 2.5}
+        measured = {"eval/test/accuracy": 0.5} if step == 6 else {}
+        history.add(row | measured | {"train/lr": 1e-4 if step < 8 else 1e-3})
+    told = {step: "; ".join(history.changes(step)) for step in range(1, 12)}
+    assert told[1] == "an evaluation after step 0"
+    assert told[4] == told[5] == ""
+    warm = "the critic's warm-up ended with step 4, and the policy is updated since"
+    update = "the update of step {} (train.lr {}, gradient 0); the sync of its weights (2.5 s)"
+    assert told[6] == f"{warm}; {update.format(5, 0.0001)}"
+    assert told[7] == f"{warm}; an evaluation after step 6; {update.format(6, 0.0001)}"
+    assert told[9] == f"the learning rate went from 0.0001 to 0.001 in step 8; {update.format(8, 0.001)}"
+    assert told[10] == f"pass 2 over the tasks began in step 10; {update.format(9, 0.001)}"
+    history.resumed = 10
+    assert history.changes(11)[0].startswith("the run was resumed after step 10")
+
+
+def test_evaluations_of_every_step_are_no_change() -> None:
+    history = History(small())
+    for step in range(4):
+        history.add({"step": step, "eval/test/accuracy": 0.5})
+    assert [history.changes(step) for step in (2, 3)] == [[], []]
 
 
 def test_one_update_that_destroys_the_policy_is_blamed_on_the_learning_rate() -> None:

@@ -1059,9 +1059,9 @@ def start_not_taken(history: History) -> Found | None:
         return Found(f"the start did not take: {line}{seen}", cause="start")
     for split in after:
         calls, errors = (row.get(f"eval/{split}/tool_{what}", 0.0) for what in ("calls", "errors"))
-        if calls >= 0.5 and errors > 0.5 * calls and after[split] < SOLVED:
+        if calls >= 0.5 and errors > 0.5 and after[split] < SOLVED:
             return Found(
-                f"the start did not take: on {split} {errors / calls:.0%} of the calls end in an error. Likely cause: "
+                f"the start did not take: on {split} {errors:.0%} of the calls end in an error. Likely cause: "
                 "demonstrations whose calls the tools refuse, or too few steps (sft.stages): agentrl show RUN --split "
                 f"{split} --step 0 prints what the model says",
                 cause="start",

@@ -170,8 +170,8 @@ TAUGHT = {"step": 0, "start/steps": 60, "start/loss_first": 8.0, "start/loss_las
         ({"eval/test/accuracy": 0.6}, None),
         ({"eval/test/accuracy": 0.0}, r"did not take: held-out accuracy did not rise \(test 0\.0% -> 0\.0%\)"),
         ({"eval/test/accuracy": 0.6, "start/loss_last": 7.9}, r"the loss hardly fell \(8 -> 7\.9 nats"),
-        ({"eval/test/accuracy": 0.2, "eval/test/tool_calls": 2.0, "eval/test/tool_errors": 1.5}, "on test 75% of"),
-        ({"eval/test/accuracy": 0.2, "eval/test/tool_calls": 2.0, "eval/test/tool_errors": 0.5}, None),
+        ({"eval/test/accuracy": 0.2, "eval/test/tool_calls": 2.0, "eval/test/tool_errors": 0.75}, "on test 75% of"),
+        ({"eval/test/accuracy": 0.2, "eval/test/tool_calls": 0.6, "eval/test/tool_errors": 0.5}, None),
         ({"start/loss_first": float("nan")}, None),
     ],
 )  # fmt: skip

@@ -34,7 +34,7 @@ from agentrl.recipe.schema import Recipe
 
 DATA = Path(__file__).with_name("health.jsonl.gz")
 SECTIONS = ("rollout", "algorithm", "train", "critic", "rewards")
-LEFT_OUT = ("memory/", "eval/", "groups/pass_at", "time/sync", "seat/")
+LEFT_OUT = ("memory/", "groups/pass_at", "time/sync", "seat/")
 ENDS = ("_per_s", "/mfu", "/tflops", "_std", "/parameters", "prompt_tokens_mean")
 CUT = ("sub_agents_0", "sub_agents_1")
 """Runs of which it is true that many samples run out of tokens."""

@@ -9,7 +9,7 @@ cause, and again where it has become twice as bad.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from statistics import fmean, median
+from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
 from agentrl.learner.history import (
@@ -794,21 +794,26 @@ def critic_poor(history: History) -> Found | None:
 
 
 def accuracy_falls(history: History) -> Found | None:
-    """The reward rose while the accuracy on held-out tasks fell below the interval of its best."""
+    """The reward rose while the accuracy on held-out tasks fell from its best, beyond the intervals of both, which are
+    wider the more evaluations the best is chosen from (Bonferroni)."""
     for split in history.evaluated:
         *earlier, now = history.evaluations[split]
         best = max(earlier, key=lambda one: one.accuracy[1], default=None)
-        if best is None or now.accuracy[2] >= best.accuracy[1] or now.reward is None:
+        if best is None or now.reward is None:
+            continue
+        (most, low, _), (value, _, high) = best.accuracy, now.accuracy
+        wider = NormalDist().inv_cdf(1 - 0.025 / len(earlier)) / NormalDist().inv_cdf(0.975)
+        if most - value <= wider * (most - low + high - value):
             continue
         then = fmean(values(history.first, "reward/mean")) if best.reward is None else best.reward
         if now.reward > then:
             return Found(
                 f"step {now.step}: the reward rose ({then:.3g} -> {now.reward:.3g}) while the accuracy on {split} fell "
-                f"({best.accuracy[0]:.1%} after step {best.step} -> {now.accuracy[0]:.1%}). Likely cause: training "
+                f"({most:.1%} after step {best.step} -> {value:.1%}). Likely cause: training "
                 "tasks learned by heart, or a reward that is earned in another way than by solving: stop here, "
                 "more tasks, compare reward/<part>, and read trajectories/",
                 cause="reward",
-                size=best.accuracy[0] - now.accuracy[0],
+                size=most - value,
                 since=best.step,
             )
     return None

@@ -7,10 +7,11 @@ First table: pathologies that were planted, what was said first, and whether it 
 short real runs, or rows of healthy runs that were altered from one step on as the pathology alters them. Those marked
 "after" were made once the conditions were frozen: 13 of 18 were named right then. From two of the others it was learned
 that a trend is no break and that entropies near 0 are noisy; two had been planted into a run that raised something
-already. Second table: healthy runs of shipped recipes, with smaller steps than the recipes have but for those named
-"whole", which are the recipes as they ship; thresholds were set on "well", and are shown on "shown". Two of sub_agents
-learn too, and a third of their samples run out of tokens, which is said: they are listed, and not counted. Exits with 1
-where less than 95 % of the pathologies are named right, or a healthy run raises anything.
+already. Some have a mild finding of their cause first, which is not counted. Second table: healthy runs of shipped
+recipes, with smaller steps than the recipes have but for those named "whole", which are the recipes as they ship;
+thresholds were set on "well", and are shown on "shown". Two of sub_agents learn too, and a third of their samples run
+out of tokens, which is said: they are listed, and not counted. Exits with 1 where less than 95 % of the pathologies are
+named right, or a healthy run raises anything.
 
 The rows (`health.jsonl.gz`) are of runs on two cores that others used too: their times are noisy.
 """
@@ -76,6 +77,8 @@ class Planted(NamedTuple):
     """Whether it was made after the conditions were frozen."""
     resumed: bool = False
     """Whether the run was resumed at FROM."""
+    mild: Mapping[str, float] = MappingProxyType({})
+    """Metrics of all rows, which raise a mild finding of the same cause first."""
 
 
 def noisy(value: float, rng: random.Random, by: float = 0.05) -> float:
@@ -211,6 +214,12 @@ PLANTED = (
     Planted("a tool that takes 4 of 5 seconds", "gsm8k_tool_1", ("tool_slow",), ("tool/calculator/seconds",),
             fixed(tool__calculator__seconds=4.0)),
     Planted("one update destroys it in mid-run", "gsm8k_tool_mini", ("policy_broken",), ("train.lr",), dead),
+    Planted("one update destroys it, after updates too large", "gsm8k_tool_mini", ("policy_broken",), ("train.lr",),
+            dead, mild={"train/clip_fraction": 0.25}),
+    Planted("the reward falls to a thirtieth, after updates too large", "gsm8k_tool_0", ("reward_falls",),
+            ("train.lr",), scaled(0.03, "reward/mean", steps=12), mild={"train/approx_kl": 0.03}),
+    Planted("one update destroys a game, after updates too large", "text_game_1", ("policy_broken",), ("train.lr",),
+            dead, mild={"train/ratio_mean": 1.08}),
     # made after the conditions were frozen
     Planted("compact, learning rate 0.03", "late_compact", ("policy_broken",), ("train.lr",), late=True),
     Planted("PPO, learning rate 0.01", "late_ppo", ("policy_broken", "updates_too_large"), ("train.lr",), late=True),
@@ -267,6 +276,7 @@ def said(run: Run, planted: Planted | None = None) -> Iterator[tuple[int, Findin
     yield from ((0, finding) for finding in health.before_start())
     rows = []
     for row in run.rows:
+        row = row | (planted.mild if planted and row["step"] else {})
         if planted is not None and planted.change is not None and row["step"] >= FROM:
             row = row | planted.change(row, row["step"] - FROM, rng)
         if planted is not None and planted.resumed and row["step"] == FROM:
@@ -277,10 +287,13 @@ def said(run: Run, planted: Planted | None = None) -> Iterator[tuple[int, Findin
 
 
 def right(planted: Planted, found: list[tuple[int, Finding]]) -> bool:
-    """Whether the first thing that was said names the pathology and its cause, and not before it was there."""
-    if not found or (planted.change is not None and found[0][0] < FROM):
+    """Whether the first thing that was said, after the mild finding if there is one, names the pathology and its cause,
+    and not before it was there."""
+    early = [one for one in found if planted.change is not None and one[0] < FROM]
+    if len(early) != bool(planted.mild) or len(found) == len(early):
         return False
-    return found[0][1].name in planted.names and found[0][1].cause in (planted.causes or planted.names)
+    first = found[len(early)][1]
+    return first.name in planted.names and first.cause in (planted.causes or planted.names)
 
 
 def pathologies(runs: dict[str, Run]) -> tuple[Table, list[bool]]:
@@ -290,6 +303,7 @@ def pathologies(runs: dict[str, Run]) -> tuple[Table, list[bool]]:
     for planted in PLANTED:
         found = [*said(runs[planted.run], planted)]
         results.append(right(planted, found))
+        found = found[bool(planted.mild) :]
         step, first = found[0] if found else ("", Finding("nothing", ""))
         where = ("real run" if planted.change is None else planted.run) + (", after" if planted.late else "")
         others = ", ".join(dict.fromkeys(one.name for _, one in found[1:] if one.name != first.name))

@@ -9,6 +9,7 @@ cause, and again where it has become twice as bad.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
+from itertools import takewhile
 from statistics import NormalDist, fmean, median
 from typing import NamedTuple
 
@@ -36,6 +37,8 @@ Range = tuple[float | None, float | None]
 """Healthy values of a metric: lowest and highest; None: no such bound."""
 TIMES = 3
 """How often one condition is said at most: anew where it has become twice as bad."""
+ALWAYS = ("policy_broken", "reward_falls")
+"""Conditions that are said though another one of their cause was: a mild sign of it tells nothing of the collapse."""
 
 
 class Finding(NamedTuple):
@@ -1209,7 +1212,8 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
 class Health:
     """Says which conditions a run's rows raise: each once, again where it became twice as bad, at most TIMES.
 
-    Of several that have one cause, or of which one follows from another, the first alone is said.
+    A condition is not said while one of which it follows is, nor, unless it is one of ALWAYS, while one of its cause is
+    that stands before it in CONDITIONS.
 
     rows: those that the run has written before, of a run that is resumed; what they found is not said again.
     """
@@ -1282,11 +1286,13 @@ class Health:
         return holding
 
     def _explained(self, name: str, found: Found) -> bool:
-        """Whether a condition follows from one that was said and held within WINDOW steps, or has the cause of one."""
+        """Whether a condition follows from one that was said and held within WINDOW steps, or has the cause of one that
+        tells more."""
         lately = [one for one in self._said if self._held.get(one, -WINDOW) > self._history.step - WINDOW]
         if any(one in lately for one in CONDITIONS[name].follows):
             return True
-        return any(self._said[one][-1].cause == (found.cause or name) for one in lately if one != name)
+        telling = set(takewhile(lambda one: one != name, CONDITIONS)).intersection(lately)
+        return name not in ALWAYS and any(self._said[one][-1].cause == (found.cause or name) for one in telling)
 
     def _finding(self, name: str, found: Found) -> Finding:
         """A condition with its evidence: metrics before it began, and in the newest row."""

@@ -38,6 +38,12 @@ ASTRAY = {
     "tool/unknown/calls": 128, "calls/unknown": 128, "tool/calculator/calls": 0, "tool/unknown/names": "calc (128)"
 }  # fmt: skip
 SILENT = {"tool/calculator/calls": 0, "tool/unknown/calls": 0, "reward/mean": 0.0}
+DEAD = {
+    "reward/mean": 0.0, "stop/length": 8, "groups/varied": 0, "groups/equal": 2, "train/samples": 0,
+    "calls/cut": 20, "rollout/response_tokens_mean": 300.0,
+}  # fmt: skip
+UPDATED = {"train/lr": 0.05, "train/updates": 1, "rollout/response_tokens_mean": 40.0}
+MILD = UPDATED | {"train/clip_fraction": 0.25, "train/lr": 1e-3}
 STEPS = 40
 
 Changes = dict[str, Any]
@@ -245,6 +251,27 @@ def test_what_gets_twice_as_bad_is_said_again_and_three_times_at_most() -> None:
     assert health.step({"step": 2}) == []
 
 
+def named(rows: Rows, recipe: Recipe | None = None) -> list[tuple[int, str, str]]:
+    """What the rows raise: step, condition, cause."""
+    return [(step, one.name, one.cause) for step, one in found(rows, recipe)]
+
+
+@pytest.mark.parametrize(
+    ("later", "name", "steps"),
+    [
+        (DEAD, "policy_broken", range(20, 21)),
+        ({"reward/mean": lambda step: max(0.02, 0.6 - 0.04 * (step - 20))}, "reward_falls", range(21, 31)),
+    ],
+)
+def test_a_mild_finding_does_not_silence_a_collapse_of_its_cause(later: Changes, name: str, steps: range) -> None:
+    rows = [MILD | row for row in well(later, of=range(19, 40))]
+    (first, second, *more), collapse = named(rows), (name, "train.lr")
+    assert first == (3, "updates_too_large", "train.lr")
+    assert second[0] in steps
+    assert {one[1:] for one in (second, *more)} == {collapse}
+    assert named([row | {"train/clip_fraction": 0.1} for row in rows]) == [second, *more]
+
+
 def test_what_changed_just_before_is_listed() -> None:
     recipe = small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 4}, engine={"name": "sglang"})
     history = History(recipe)
@@ -274,13 +301,8 @@ def test_evaluations_of_every_step_are_no_change() -> None:
 
 
 def test_one_update_that_destroys_the_policy_is_blamed_on_the_learning_rate() -> None:
-    dead = {
-        "reward/mean": 0.0, "stop/length": 8, "groups/varied": 0, "groups/equal": 2, "train/samples": 0,
-        "calls/cut": 20,
-        "rollout/response_tokens_mean": 300.0,
-    }  # fmt: skip
-    before = WELL | {"train/lr": 0.05, "train/updates": 1, "rollout/response_tokens_mean": 40.0}
-    rows = [before | ({"step": step} if step < 4 else dead | {"step": step}) for step in range(1, 12)]
+    before = WELL | UPDATED
+    rows = [before | ({"step": step} if step < 4 else DEAD | {"step": step}) for step in range(1, 12)]
     ((step, one),) = found(rows)
     assert (step, one.name, one.cause) == (4, "policy_broken", "train.lr")
     assert "the update of step 3 (train.lr 0.05, gradient 0.3)" in one.line

@@ -50,6 +50,8 @@ class Break:
 
     step: int
     """The first step of which this is so."""
+    row: Row
+    """That step's row."""
     before: Row
     """Means of the steps before."""
     update: Row
@@ -180,7 +182,7 @@ class History:
         times = _TIMES[0] if fell else _TIMES[1]
         moved = jumps(before, row, times) if jumps(means(self.rows[-STEPS:]), row, times) else []  # else it is a trend
         if moved and (fell or len(moved) > 1) and now <= earned and not (len(moved) == 1 and tool_broke(before, row)):
-            self.broken = Break(int(row["step"]), before, self.rows[-1], tuple(moved))
+            self.broken = Break(int(row["step"]), row, before, self.rows[-1], tuple(moved))
 
 
 def update(row: Row) -> str:

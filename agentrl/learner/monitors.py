@@ -3,7 +3,7 @@
 `CONDITIONS` is the one table: each condition with its check, the healthy ranges of the metrics that it watches (which
 the page of a run shows, `RANGES`), what stands beside it as evidence, and the conditions of which it is a mere
 consequence. `Health` holds the rows that a run has written, and says which conditions its newest row raised: once a
-cause, and again where it has become twice as bad.
+cause, and again where it has become twice as bad, or has come back.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ from agentrl.trajectory import UNKNOWN
 Range = tuple[float | None, float | None]
 """Healthy values of a metric: lowest and highest; None: no such bound."""
 TIMES = 3
-"""How often one condition is said at most: anew where it has become twice as bad."""
+"""How often a condition is said of one cause at most: anew where it has become twice as bad, or has come back."""
 ALWAYS = ("policy_broken", "reward_falls")
 """Conditions that are said though another one of their cause was: a mild sign of it tells nothing of the collapse."""
 
@@ -70,8 +70,10 @@ class Found:
     """The step in which it began; None: the newest one."""
 
 
-Check = Callable[[History], Found | None]
-"""Gives what is wrong; None: nothing is."""
+Key = tuple[str, str]
+"""A condition and its cause."""
+Check = Callable[[History], Found | Sequence[Found] | None]
+"""Gives what is wrong, each cause by itself; None: nothing is."""
 
 
 def after(steps: int) -> Callable[[Check], Check]:
@@ -79,7 +81,7 @@ def after(steps: int) -> Callable[[Check], Check]:
 
     def decorate(check: Check) -> Check:
         @wraps(check)
-        def asked(history: History) -> Found | None:
+        def asked(history: History) -> Found | Sequence[Found] | None:
             return check(history) if len(history.rows) >= steps else None
 
         return asked
@@ -142,7 +144,7 @@ def _breaking(history: History, broken: Break) -> tuple[str, str]:
             f"the run was resumed after step {history.resumed}: compare the recipe, the versions and the model that "
             "it went on with"
         )
-    grew = history.row(step).get("train/entropy", 0.0) > 2 * broken.before.get("train/entropy", 0.0) > 0
+    grew = broken.row.get("train/entropy", 0.0) > 2 * broken.before.get("train/entropy", 0.0) > 0
     if grew and recipe.algorithm.entropy_coef > 0:
         return "algorithm.entropy_coef", (
             f"algorithm.entropy_coef {recipe.algorithm.entropy_coef:g} pays for it: lower it tenfold, or set it to 0"
@@ -152,7 +154,7 @@ def _breaking(history: History, broken: Break) -> tuple[str, str]:
             f"no update was made in step {former['step']}, so that it is not the weights: look at what tasks, tools "
             "and rewards gave in that step (agentrl show)"
         )
-    synced = [key for key in ("mismatch/logprob_mean", "mismatch/kl") if _beyond(history.row(step), key)]
+    synced = [key for key in ("mismatch/logprob_mean", "mismatch/kl") if _beyond(broken.row, key)]
     if synced and recipe.engine.name != "local":
         return "sync", (
             "the weights did not reach the engine as they are: engine and trainer differ from this step on (see "
@@ -912,55 +914,62 @@ def release_errors(history: History) -> Found | None:
 
 
 @after(STEPS)
-def tool_fails(history: History) -> Found | None:
+def tool_fails(history: History) -> list[Found]:
     """More than half of the calls of a tool end in an error: no fewer than before, over two WINDOWs; or, where few did,
     nearly all since STEPS steps."""
-    for name in tools(history.rows[-1]):
-        calls, errors = (history.last(f"tool/{name}/{what}", 2 * WINDOW) for what in ("calls", "errors"))
-        before = means(history.rows[-STEPS - WINDOW : -STEPS])
-        if before and all(name in tool_broke(before, row) for row in history.rows[-STEPS:]):
-            since = _began(history, lambda row: name in tool_broke(before, row))  # noqa: B023
-            return Found(
-                f"{history.span}: {sum(errors[-STEPS:]) / sum(calls[-STEPS:]):.0%} of the calls of {name} end in an "
-                f"error, and hardly any did before step {since}. Likely cause: the tool is down, or answers otherwise: "
-                "agentrl why RUN --split train groups the errors",
-                cause=f"tool/{name}",
-                since=since,
-            )
-        if len(calls) < 2 * WINDOW or sum(calls[WINDOW:]) < 10 * WINDOW:
-            continue
-        then, now = (sum(errors[half]) / max(1, sum(calls[half])) for half in (slice(WINDOW), slice(WINDOW, None)))
-        if now > 0.5 and now > 0.9 * then:
-            return Found(
-                f"step {history.step}: {now:.0%} of the calls of {name} end in an error, and it does not "
-                "get better. Likely cause: the tool is down, or its schema and description mislead the model: "
-                "agentrl why RUN --split train groups the errors",
-                cause=f"tool/{name}",
-                since=int(history.rows[-WINDOW]["step"]),
-            )
-    return None
+    return [found for name in tools(history.rows[-1]) if (found := _tool_fails(history, name)) is not None]
+
+
+def _tool_fails(history: History, name: str) -> Found | None:
+    keys = f"tool/{name}/calls", f"tool/{name}/errors"
+    calls, errors = (history.last(key, 2 * WINDOW) for key in keys)
+    before = means(history.rows[-STEPS - WINDOW : -STEPS])
+    if before and all(name in tool_broke(before, row) for row in history.rows[-STEPS:]):
+        since = _began(history, lambda row: name in tool_broke(before, row))
+        return Found(
+            f"{history.span}: {sum(errors[-STEPS:]) / sum(calls[-STEPS:]):.0%} of the calls of {name} end in an "
+            f"error, and hardly any did before step {since}. Likely cause: the tool is down, or answers otherwise: "
+            "agentrl why RUN --split train groups the errors",
+            cause=f"tool/{name}",
+            since=since,
+        )
+    if len(calls) < 2 * WINDOW or sum(calls[WINDOW:]) < 10 * WINDOW:
+        return None
+    then, now = (sum(errors[half]) / max(1, sum(calls[half])) for half in (slice(WINDOW), slice(WINDOW, None)))
+    if now <= 0.5 or now <= 0.9 * then:
+        return None
+    return Found(
+        f"step {history.step}: {now:.0%} of the calls of {name} end in an error, and it does not "
+        "get better. Likely cause: the tool is down, or its schema and description mislead the model: "
+        "agentrl why RUN --split train groups the errors",
+        cause=f"tool/{name}",
+        since=int(history.rows[-WINDOW]["step"]),
+    )
 
 
 @after(STEPS)
-def tool_slow(history: History) -> Found | None:
+def tool_slow(history: History) -> list[Found]:
     """A tool's calls take half of their time limit, or five times and a second longer than in the beginning."""
-    limit = history.recipe.rollout.tool_timeout
-    for name in tools(history.rows[-1]):
-        now, windows = history.last(f"tool/{name}/seconds", STEPS), history.before(f"tool/{name}/seconds")
-        if len(now) < STEPS:
-            continue
-        usual = fmean(windows[0]) if windows else None
-        slower = usual is not None and min(now) > 5 * usual and min(now) > usual + 1
-        if min(now) > 0.5 * limit or slower:
-            was = f", {usual:.2g} s in the beginning" if slower else ""
-            return Found(
-                f"{history.span}: a call of {name} takes {fmean(now):.2g} s{was} (rollout.tool_timeout is {limit:g} "
-                "s). Look at the tool's server; rollout.overlap lets training go on while tools wait",
-                cause=f"tool/{name}/seconds",
-                size=fmean(now),
-                since=int(history.rows[-STEPS]["step"]),
-            )
-    return None
+    return [found for name in tools(history.rows[-1]) if (found := _tool_slow(history, name)) is not None]
+
+
+def _tool_slow(history: History, name: str) -> Found | None:
+    key, limit = f"tool/{name}/seconds", history.recipe.rollout.tool_timeout
+    now, windows = history.last(key, STEPS), history.before(key)
+    if len(now) < STEPS:
+        return None
+    usual = fmean(windows[0]) if windows else None
+    slower = usual is not None and min(now) > 5 * usual and min(now) > usual + 1
+    if min(now) <= 0.5 * limit and not slower:
+        return None
+    was = f", {usual:.2g} s in the beginning" if slower else ""
+    return Found(
+        f"{history.span}: a call of {name} takes {fmean(now):.2g} s{was} (rollout.tool_timeout is {limit:g} "
+        "s). Look at the tool's server; rollout.overlap lets training go on while tools wait",
+        cause=key,
+        size=fmean(now),
+        since=int(history.rows[-STEPS]["step"]),
+    )
 
 
 @after(STEPS)
@@ -1210,7 +1219,8 @@ WATCHED: Mapping[str, tuple[str, ...]] = {
 
 
 class Health:
-    """Says which conditions a run's rows raise: each once, again where it became twice as bad, at most TIMES.
+    """Says which conditions a run's rows raise: each once a cause, again where it became twice as bad or came back
+    after WINDOW steps, at most TIMES.
 
     A condition is not said while one of which it follows is, nor, unless it is one of ALWAYS, while one of its cause is
     that stands before it in CONDITIONS.
@@ -1220,13 +1230,18 @@ class Health:
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row] = ()) -> None:
         self._history = History(recipe)
-        self._said: dict[str, list[Finding]] = {}
-        self._held: dict[str, int] = {}  # condition -> the newest step in which it held
-        for row in rows:
+        self._said: dict[Key, list[Finding]] = {}
+        self._held: dict[Key, int] = {}  # the newest step in which it held
+        self._back: set[Key] = set()  # what holds again in the newest step, after WINDOW steps without it
+        for left, row in zip(range(len(rows), 0, -1), rows, strict=True):
             self._history.add(row)
             for found in row.get("health", ()):
                 if isinstance(found, dict):
                     self._remember(_restored(found))
+            if left > WINDOW:  # who looks back looks back no further
+                self._held |= dict.fromkeys(self._said, self._history.step)
+            else:
+                self._holding()
         self._history.resumed = self._history.step if self._history.rows else None
 
     def before_start(self) -> list[Finding]:
@@ -1264,7 +1279,7 @@ class Health:
         """What the row of the next step (or of step 0) raises, and was not said yet."""
         self._history.add(row)
         said = []
-        for name, found in self._holding().items():
+        for name, found in self._holding():
             if not self._explained(name, found):
                 said += self._new(self._finding(name, found))
         return said
@@ -1273,26 +1288,34 @@ class Health:
         """What was said and is still so in the newest row, with the numbers of today; a cause stands for what it
         causes."""
         holding = self._holding()
+        names = {name for name, _ in holding}
         return [
             self._finding(name, found)
-            for name, found in holding.items()
-            if name in self._said and not any(one in holding for one in CONDITIONS[name].follows)
+            for name, found in holding
+            if _key(name, found) in self._said and names.isdisjoint(CONDITIONS[name].follows)
         ]
 
-    def _holding(self) -> dict[str, Found]:
-        found = {name: condition.check(self._history) for name, condition in CONDITIONS.items()}
-        holding = {name: one for name, one in found.items() if one is not None}
-        self._held |= dict.fromkeys(holding, self._history.step)
+    def _holding(self) -> list[tuple[str, Found]]:
+        """What holds in the newest step, in the order of CONDITIONS."""
+        step, checked = self._history.step, {name: one.check(self._history) for name, one in CONDITIONS.items()}
+        holding = [
+            (name, found)
+            for name, some in checked.items()
+            for found in ([some] if isinstance(some, Found) else some or ())
+        ]
+        keys = [_key(name, found) for name, found in holding]
+        self._back = {key for key in keys if self._held.get(key, step) <= step - WINDOW}
+        self._held |= dict.fromkeys(keys, step)
         return holding
 
     def _explained(self, name: str, found: Found) -> bool:
         """Whether a condition follows from one that was said and held within WINDOW steps, or has the cause of one that
         tells more."""
-        lately = [one for one in self._said if self._held.get(one, -WINDOW) > self._history.step - WINDOW]
-        if any(one in lately for one in CONDITIONS[name].follows):
+        lately = [key for key in self._said if self._held.get(key, -WINDOW) > self._history.step - WINDOW]
+        if any(one in CONDITIONS[name].follows for one, _ in lately):
             return True
-        telling = set(takewhile(lambda one: one != name, CONDITIONS)).intersection(lately)
-        return name not in ALWAYS and any(self._said[one][-1].cause == (found.cause or name) for one in telling)
+        telling = set(takewhile(lambda one: one != name, CONDITIONS))
+        return name not in ALWAYS and any(one in telling and cause == (found.cause or name) for one, cause in lately)
 
     def _finding(self, name: str, found: Found) -> Finding:
         """A condition with its evidence: metrics before it began, and in the newest row."""
@@ -1307,17 +1330,23 @@ class Health:
         return Finding(name, line, found.cause or name, found.size, evidence)
 
     def _new(self, finding: Finding) -> list[Finding]:
-        """The finding, where it was not said yet, or is twice as bad as it was said last."""
-        said = self._said.get(finding.name, [])
-        if said and (len(said) >= TIMES or finding.size < 2 * said[-1].size):
+        """The finding, where it was not said yet, is twice as bad as it was said last, or has come back."""
+        key = finding.name, finding.cause
+        said, back = self._said.get(key, []), key in self._back
+        worse = bool(said) and finding.size >= 2 * said[-1].size
+        if said and (len(said) >= TIMES or not (worse or back)):
             return []
         if said:
-            finding = finding._replace(line=f"worse than before: {finding.line}")
+            finding = finding._replace(line=f"{'again' if back else 'worse than before'}: {finding.line}")
         self._remember(finding)
         return [finding]
 
     def _remember(self, finding: Finding) -> None:
-        self._said.setdefault(finding.name, []).append(finding)
+        self._said.setdefault((finding.name, finding.cause), []).append(finding)
+
+
+def _key(name: str, found: Found) -> Key:
+    return name, found.cause or name
 
 
 def _told(pair: tuple[float | None, float | None]) -> str:

@@ -256,6 +256,69 @@ def named(rows: Rows, recipe: Recipe | None = None) -> list[tuple[int, str, str]
     return [(step, one.name, one.cause) for step, one in found(rows, recipe)]
 
 
+def two_tools(**of: range) -> Rows:
+    """Rows in which the calculator and a search fail in the steps `of`."""
+    rows = [row | {"tool/search/calls": 16} for row in well()]
+    for name in ("calculator", "search"):
+        rows = [row | {f"tool/{name}/errors": 16 * (row["step"] in of.get(name, ()))} for row in rows]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("of", "said"),
+    [
+        ({"calculator": range(10, 17), "search": range(30, 41)}, [(12, "calculator"), (32, "search")]),
+        ({"calculator": range(10, 41), "search": range(12, 41)}, [(12, "calculator"), (14, "search")]),
+        ({"search": range(10, 41)}, [(12, "search")]),
+        ({"search": range(10, 14), "calculator": range(5, 8)}, [(7, "calculator"), (12, "search")]),
+        ({"search": [*range(10, 17), *range(21, 30)]}, [(12, "search")]),
+        ({"search": [*range(10, 17), *range(30, 41)]}, [(12, "search"), (32, "search")]),
+    ],
+)
+def test_each_tool_that_fails_is_said_and_again_where_it_comes_back(
+    of: dict[str, range], said: list[tuple[int, str]]
+) -> None:
+    lines = found(two_tools(**of))
+    assert {one.name for _, one in lines} == {"tool_fails"}
+    assert [(step, one.cause.removeprefix("tool/")) for step, one in lines] == said
+    assert [one.line.startswith("again: ") for _, one in lines][1:] == [said[0][1] == one for _, one in said[1:]]
+
+
+def test_each_tool_that_is_slow_is_said() -> None:
+    rows = [row | {"tool/search/seconds": 20.0 if row["step"] > 20 else 0.01, "tool/search/calls": 4} for row in well()]
+    rows = [row | {"tool/calculator/seconds": 18.0} if row["step"] > 5 else row for row in rows]
+    said = found(rows)
+    assert [(step, one.cause) for step, one in said] == [(8, "tool/calculator/seconds"), (23, "tool/search/seconds")]
+
+
+def test_a_second_owner_of_failed_samples_is_said() -> None:
+    first = well(FAILING, of=range(4, 10))
+    rows = [*first[:29], *well({"rollout/failed": 3, "rollout/failed/reward": 3}, of=range(29, 40))[29:]]
+    assert named(rows) == [(7, "samples_failed", "tool fails"), (32, "samples_failed", "reward fails")]
+
+
+@pytest.mark.parametrize("stopped", [None, 20, 35, 42])
+def test_a_policy_that_breaks_again_is_said_again(stopped: int | None) -> None:
+    """Also where the run is resumed between."""
+    broken = {10, 11, 12, *range(40, 45)}
+    rows = [WELL | UPDATED | (DEAD if step in broken else {}) | {"step": step} for step in range(1, 45)]
+    health, written, said = Health(small()), [], []
+    for row in rows:
+        if row["step"] == stopped:
+            health = Health(small(), json.loads(json.dumps(written)))
+        lines = health.step(row)
+        written.append(row | ({"health": [one._asdict() for one in lines]} if lines else {}))
+        said += [(row["step"], one.name, one.cause) for one in lines]
+    assert said == [(10, "policy_broken", "train.lr"), (40, "policy_broken", "train.lr")]
+
+
+def test_a_policy_that_stays_broken_is_said_once() -> None:
+    """Also once the step that broke it is no more among the rows that are kept."""
+    grown = WELL | UPDATED | DEAD | {"train/entropy": 4.0}
+    rows = [(WELL | UPDATED if step < 10 else grown) | {"step": step} for step in range(1, 90)]
+    assert named(rows, small(algorithm={"entropy_coef": 0.1})) == [(10, "policy_broken", "algorithm.entropy_coef")]
+
+
 @pytest.mark.parametrize(
     ("later", "name", "steps"),
     [

@@ -68,6 +68,8 @@ class Found:
     """As in Finding."""
     since: int | None = None
     """The step in which it began; None: the newest one."""
+    evidence: tuple[str, ...] = ()
+    """Further metrics that are told with it, beside those of its condition."""
 
 
 Key = tuple[str, str]
@@ -932,6 +934,7 @@ def _tool_fails(history: History, name: str) -> Found | None:
             "agentrl why RUN --split train groups the errors",
             cause=f"tool/{name}",
             since=since,
+            evidence=keys,
         )
     if len(calls) < 2 * WINDOW or sum(calls[WINDOW:]) < 10 * WINDOW:
         return None
@@ -944,6 +947,7 @@ def _tool_fails(history: History, name: str) -> Found | None:
         "agentrl why RUN --split train groups the errors",
         cause=f"tool/{name}",
         since=int(history.rows[-WINDOW]["step"]),
+        evidence=keys,
     )
 
 
@@ -969,6 +973,7 @@ def _tool_slow(history: History, name: str) -> Found | None:
         cause=key,
         size=fmean(now),
         since=int(history.rows[-STEPS]["step"]),
+        evidence=(key, f"tool/{name}/calls"),
     )
 
 
@@ -1073,15 +1078,18 @@ def start_not_taken(history: History) -> Found | None:
         seen = "".join(
             f"; agentrl show RUN --split {split} --step 0 prints what it says now" for split in list(after)[:1]
         )
-        return Found(f"the start did not take: {line}{seen}", cause="start")
+        measured = tuple(f"{kind}/{split}/accuracy" for split in after for kind in ("start", "eval"))
+        return Found(f"the start did not take: {line}{seen}", cause="start", evidence=measured)
     for split in after:
-        calls, errors = (row.get(f"eval/{split}/tool_{what}", 0.0) for what in ("calls", "errors"))
+        keys = tuple(f"eval/{split}/tool_{what}" for what in ("calls", "errors"))
+        calls, errors = (row.get(key, 0.0) for key in keys)
         if calls >= 0.5 and errors > 0.5 and after[split] < SOLVED:
             return Found(
                 f"the start did not take: on {split} {errors:.0%} of the calls end in an error. Likely cause: "
                 "demonstrations whose calls the tools refuse, or too few steps (sft.stages): agentrl show RUN --split "
                 f"{split} --step 0 prints what the model says",
                 cause="start",
+                evidence=(*keys, f"eval/{split}/accuracy"),
             )
     return None
 
@@ -1111,7 +1119,7 @@ _EARNED = ("reward/mean", "rollout/response_tokens_mean")
 _BROKEN = ("policy_broken",)
 
 CONDITIONS: Mapping[str, Condition] = {
-    "start_not_taken": Condition(start_not_taken),
+    "start_not_taken": Condition(start_not_taken, evidence=("start/steps", "start/loss_first", "start/loss_last")),
     "policy_broken": Condition(
         policy_broken,
         evidence=(*_EARNED, "train/entropy", "stop/length", "calls/cut", "calls/unreadable", "calls/none"),
@@ -1319,11 +1327,12 @@ class Health:
 
     def _finding(self, name: str, found: Found) -> Finding:
         """A condition with its evidence: metrics before it began, and in the newest row."""
-        condition, rows = CONDITIONS[name], self._history.rows
+        condition, rows, start = CONDITIONS[name], self._history.rows, self._history.start
         since = self._history.step if found.since is None else found.since
         before = means([row for row in rows if row["step"] < since][-WINDOW:])
-        now = rows[-1] if rows else {}
-        keys = [key for key in (*condition.ranges, *condition.evidence) if key in now or key in before]
+        now = start or (rows[-1] if rows else {})
+        told_with = (*condition.ranges, *condition.evidence, *found.evidence)
+        keys = [key for key in told_with if key in now or key in before]
         evidence = {key: (before.get(key), now.get(key)) for key in keys}
         told = "; ".join(f"{key} {_told(evidence[key])}" for key in keys if evidence[key][0] != evidence[key][1])
         line = f"{found.line} [{told}]" if told and before else found.line

@@ -194,6 +194,9 @@ def test_a_start_that_did_not_take_is_said(changes: dict[str, float], words: str
     raised = Health(small()).step(TAUGHT | changes)
     assert [one.name for one in raised] == ([] if words is None else ["start_not_taken"])
     assert words is None or re.search(words, raised[0].line)
+    for one in raised:
+        assert one.evidence["start/loss_last"] == (None, (TAUGHT | changes)["start/loss_last"])
+        assert one.evidence["eval/test/accuracy"] == (None, changes["eval/test/accuracy"])
     assert Health(small()).step({**TAUGHT, **changes, "step": 1}) == []
 
 
@@ -281,6 +284,8 @@ def test_each_tool_that_fails_is_said_and_again_where_it_comes_back(
     lines = found(two_tools(**of))
     assert {one.name for _, one in lines} == {"tool_fails"}
     assert [(step, one.cause.removeprefix("tool/")) for step, one in lines] == said
+    for _, one in lines:
+        assert one.evidence[f"{one.cause}/errors"] == (0.0, 16)
     assert [one.line.startswith("again: ") for _, one in lines][1:] == [said[0][1] == one for _, one in said[1:]]
 
 
@@ -289,6 +294,7 @@ def test_each_tool_that_is_slow_is_said() -> None:
     rows = [row | {"tool/calculator/seconds": 18.0} if row["step"] > 5 else row for row in rows]
     said = found(rows)
     assert [(step, one.cause) for step, one in said] == [(8, "tool/calculator/seconds"), (23, "tool/search/seconds")]
+    assert said[1][1].evidence["tool/search/seconds"] == (0.01, 20.0)
 
 
 def test_a_second_owner_of_failed_samples_is_said() -> None:

@@ -126,6 +126,8 @@ class Oracle:
     """The path of the stored answer in a task; empty: not known."""
     stored: Stored | None = None
     """What tasks hold; its environment demonstrates or solves."""
+    cut: bool = False
+    """Whether nothing is known because there was no time to try all that they hold, in all forms."""
 
     def truths(self, task: Task) -> list[str]:
         """The stored answers of a task; none where they are not known."""
@@ -250,7 +252,7 @@ async def find_oracle(subject: Subject, tasks: Sequence[Task], until: float) -> 
     if overridden(env, "solve") and subject.workspaces is not None:
         return Oracle("solve", stored=stored)
     oracle = await _by_field(subject, stored, looked, until)
-    return oracle if oracle.origin else await _by_field_afresh(subject, stored, looked, until)
+    return oracle if oracle.origin or oracle.cut else await _by_field_afresh(subject, stored, looked, until)
 
 
 def overridden(env: Environment, hook: str) -> bool:
@@ -297,14 +299,14 @@ async def _by_field(subject: Subject, stored: Stored, tasks: Sequence[Task], unt
     best, best_key = Oracle(stored=stored), (0.0, 0.0)
     if not tasks:
         return best
-    base = await _tried(subject, tasks, lambda task: [""])
+    base = await _tried(subject, tasks, lambda task: [""], until)
     forms = forms_of(subject.tools_of(tasks[0]))
     for path in stored.fields(tasks)[:_FIELDS]:
         for form in forms:
             if time.monotonic() > until:
-                return best
+                return best if best_key[0] > 0.0 else Oracle(stored=stored, cut=True)
             oracle = Oracle(path, form, path, stored)
-            plays = await _tried(subject, tasks, oracle.script)
+            plays = await _tried(subject, tasks, oracle.script, until)
             key = _score(plays)
             if key > max(best_key, _score(base)) and (key[0] > 0.0 or _names_answer(path)):
                 best, best_key = oracle, key
@@ -323,7 +325,7 @@ async def _by_field_afresh(subject: Subject, stored: Stored, tasks: Sequence[Tas
             oracle = Oracle(path, form, path, stored)
             fresh = await subject.again()
             try:
-                play = (await _tried(fresh, tasks[:1], oracle.script))[0]
+                play = (await _tried(fresh, tasks[:1], oracle.script, until))[0]
             finally:
                 await fresh.close()
             if play.solved:
@@ -331,8 +333,8 @@ async def _by_field_afresh(subject: Subject, stored: Stored, tasks: Sequence[Tas
     return Oracle(stored=stored)
 
 
-async def _tried(subject: Subject, tasks: Sequence[Task], script: Callable[[Task], Any]) -> list[Play]:
-    return [await subject.play(task, script(task), label="the search for the right answer") for task in tasks]
+async def _tried(subject: Subject, tasks: Sequence[Task], script: Callable[[Task], Any], until: float) -> list[Play]:
+    return await subject.play_each(tasks, script, label="the search for the right answer", until=until)
 
 
 def _score(plays: Sequence[Play]) -> tuple[float, float]:

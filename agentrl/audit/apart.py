@@ -105,6 +105,7 @@ def audit_apart(
     environment cannot be had.
     """
     began = time.monotonic()
+    most = 2 * seconds + START + (MODEL_SECONDS if model is not None else 0.0)
     report = Report(name)
     with tempfile.TemporaryDirectory(prefix="agentrl-audit-") as top:
         folder = Path(top)
@@ -118,7 +119,6 @@ def audit_apart(
             second = _start(folder, "digest", other)
             tree = _start(folder, "audit", out)
             try:
-                most = 2 * seconds + START + (MODEL_SECONDS if model is not None else 0.0)
                 why = _follow(folder / LINES, tree, watched, (began + most, still), on_stage)
                 _wait(second, 10.0)
                 other_tasks = _digest(folder)
@@ -128,7 +128,7 @@ def audit_apart(
     if watched.error:
         raise UserError(watched.error)
     if why:
-        report.findings.append(_broken(why, watched, output.text(), still))
+        report.findings.append(_broken(why, watched, output.text(), still, most))
     elif other_tasks is not None:
         report.findings += _compared(watched.digest, other_tasks)
     if output.count > PRINTED:
@@ -152,8 +152,8 @@ def _follow(
     limits: tuple[float, float],
     on_stage: Callable[[str], None],
 ) -> str:
-    """Read what the process says to its end; why it did not come to one, or an empty text. limits: when it must be
-    over, on the clock of `time.monotonic`, and the seconds for which it may be still."""
+    """Read what the process says to its end; the kind of finding that it did not come to one, or an empty text. limits:
+    when it must be over, on the clock of `time.monotonic`, and the seconds for which it may be still."""
     until, still = limits
     since, position = time.monotonic(), 0
     while True:
@@ -173,18 +173,24 @@ def _follow(
             limit = START
         if not running:
             return "exits"
-        if time.monotonic() - since > limit or time.monotonic() > until:
+        if time.monotonic() - since > limit:
             return "hangs"
+        if time.monotonic() > until:
+            return "not_examined"
         time.sleep(_POLL)
 
 
-def _broken(why: str, watched: Watched, output: str, still: float) -> Finding:
-    if why == "exits":
-        line = f"the process ended in {watched.at} ({watched.stage}); what comes after that was not examined"
-    else:
-        line = f"nothing went on for {still:g} s in {watched.at} ({watched.stage}); what comes after was not examined"
+def _broken(why: str, watched: Watched, output: str, still: float, most: float) -> Finding:
+    """The finding that an audit did not come to its end: it is the environment's fault unless all its time is over."""
+    what = {
+        "exits": "the process ended",
+        "hangs": f"nothing went on for {still:g} s",
+        "not_examined": f"the {most:g} s that an audit may take were over",
+    }[why]
+    line = f"{what} in {watched.at} ({watched.stage}); what comes after that was not examined"
     task = watched.at.partition("task ")[2].partition(",")[0]
-    return found(why, Severity.HIGH, line, [task] if task else [], output[-500:])
+    severity = Severity.INFO if why == "not_examined" else Severity.HIGH
+    return found(why, severity, line, [task] if task else [], output[-500:])
 
 
 def _wait(tree: ProcessTree, seconds: float) -> None:

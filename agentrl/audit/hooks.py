@@ -4,6 +4,7 @@ import asyncio
 import os
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,36 +55,47 @@ class Repeats:
         return [(key, a, b) for key, a, b in triples if a.outcome() != b.outcome()]
 
 
-async def repeat_findings(subject: Subject, parts: Sequence[Part]) -> list[Finding]:
-    """Play the same rollouts in one order, in the other order, and all at once, each in an environment made anew."""
+async def repeat_findings(subject: Subject, parts: Sequence[Part], until: float) -> list[Finding]:
+    """Play the same rollouts in one order, in the other order, and all at once, each in an environment made anew.
+    until: when nothing more is begun, on the clock of `time.monotonic`."""
     repeats, findings = Repeats(), list[Finding]()
-    forth, back = list(parts), list(reversed(parts))
-    for way, order in (("first", forth), ("back", back)):
-        fresh = await subject.again()
-        try:
-            for part in order:
-                play = await fresh.play(part.task, part.script, twice=way == "first", label="a rollout alone")
-                repeats.outcomes[part.key][way] = play
-            if way == "back":
-                for part in forth:
-                    play = await fresh.play(part.task, part.script, label="a rollout once more")
-                    repeats.outcomes[part.key]["more"] = play
-            _take(subject, fresh)
-        finally:
-            await fresh.close()
+    await _in_order(subject, parts, ("first",), repeats, until)
+    await _in_order(subject, list(reversed(parts)), ("back", "more"), repeats, until)
     findings += _flickers(repeats)
     alone = (
         repeats.differing("first", "back") or repeats.differing("back", "more") or repeats.differing("first", "more")
     )
     if alone:
-        findings.append(await _why_differing(subject, parts, alone))
+        findings.append(await _why_differing(subject, parts, alone, until))
+    at_once = [part for part in parts if "first" in repeats.outcomes[part.key]]
+    if time.monotonic() > until or subject.at_once == 1:
+        why = "they wait for each other" if subject.at_once == 1 else "there was no time for all of them"
+        findings.append(found("not_examined", Severity.INFO, f"rollouts again, and at once: {why}"))
+        return findings
     fresh = await subject.again()
     try:
-        findings += await _together(fresh, parts, repeats, bool(alone))
+        findings += await _together(fresh, at_once, repeats, bool(alone))
         _take(subject, fresh)
     finally:
         await fresh.close()
     return findings
+
+
+async def _in_order(
+    subject: Subject, parts: Sequence[Part], ways: Sequence[str], repeats: Repeats, until: float
+) -> None:
+    """Play rollouts alone, in an environment made anew: in their order the first way, in the other order the second."""
+    fresh = await subject.again()
+    try:
+        for way, order in zip(ways, (parts, list(reversed(parts))), strict=False):
+            for part in order:
+                if time.monotonic() > until:
+                    break
+                play = await fresh.play(part.task, part.script, twice=way == "first", label=f"a rollout alone, {way}")
+                repeats.outcomes[part.key][way] = play
+        _take(subject, fresh)
+    finally:
+        await fresh.close()
 
 
 def _take(subject: Subject, fresh: Subject) -> None:
@@ -95,7 +107,7 @@ def _take(subject: Subject, fresh: Subject) -> None:
 
 
 def _flickers(repeats: Repeats) -> list[Finding]:
-    asked = [plays["first"] for plays in repeats.outcomes.values() if plays["first"].again]
+    asked = [plays["first"] for plays in repeats.outcomes.values() if "first" in plays and plays["first"].again]
     if not asked:
         return []
     line = f"asked twice after one rollout, the reward differs in {len(asked)} of {len(repeats.outcomes)} rollouts"
@@ -103,16 +115,21 @@ def _flickers(repeats: Repeats) -> list[Finding]:
 
 
 async def _why_differing(
-    subject: Subject, parts: Sequence[Part], differing: Sequence[tuple[tuple[str, str], Play, Play]]
+    subject: Subject, parts: Sequence[Part], differing: Sequence[tuple[tuple[str, str], Play, Play]], until: float
 ) -> Finding:
-    """What makes rollouts differ that should not: chance, or what an earlier one left."""
+    """What makes rollouts differ that should not: chance, or what an earlier one left. until: from when on two plays of
+    each series must do."""
     key, a, b = differing[0]
     part = next(part for part in parts if part.key == key)
-    series: list[list[tuple[object, ...]]] = []
+    series, count = list[list[tuple[object, ...]]](), _SERIES
     for _ in range(2):
         fresh = await subject.again()
         try:
-            plays = [await fresh.play(part.task, part.script, label="a rollout once more") for _ in range(_SERIES)]
+            plays: list[Play] = []
+            while len(plays) < count:
+                plays.append(await fresh.play(part.task, part.script, label="a rollout once more"))
+                if not series and len(plays) > 1 and time.monotonic() > until:
+                    count = len(plays)
             series.append([play.outcome() for play in plays])
         finally:
             await fresh.close()

@@ -103,7 +103,8 @@ def attempts(known: Knowledge, tools: Mapping[str, Tool]) -> Iterator[Attempt]:
     yield from _injecting(known)
 
 
-def _always(script: Script, task: Task) -> Script:
+def always(script: Script, task: Task) -> Script:
+    """The player that plays every task."""
     return script
 
 
@@ -306,7 +307,7 @@ LOOKS: Mapping[str, Callable[[str], str]] = {
 def _echo_of_results(known: Knowledge) -> Iterator[Attempt]:
     for name in ("the whole", "the last number", "the last word", "the last line"):
         voice = _reading(known, name)
-        yield Attempt("echo", f"{name} of the result of a random call", partial(_always, voice), ECHO)
+        yield Attempt("echo", f"{name} of the result of a random call", partial(always, voice), ECHO)
 
 
 def _reading(known: Knowledge, look: str) -> Voice:
@@ -336,9 +337,9 @@ def _constant(known: Knowledge) -> Iterator[Attempt]:
 
 def _injecting(known: Knowledge) -> Iterator[Attempt]:
     for name, text in STEERING.items():
-        yield Attempt("injecting", name, partial(_always, [plain_text(text)]), STEER)
+        yield Attempt("injecting", name, partial(always, [plain_text(text)]), STEER)
         if known.oracle.form is not None and known.oracle.form.text != "{x}":
-            yield Attempt("injecting", f"{name}, in the form", partial(_always, known.say(text)), STEER)
+            yield Attempt("injecting", f"{name}, in the form", partial(always, known.say(text)), STEER)
     if known.counts:
         yield Attempt("injecting", "many answers, the right one among them", lambda task: _many(known, task), STEER)
         yield Attempt("injecting", "many answers in one", lambda task: _many_in_one(known, task), STEER)

@@ -3,13 +3,15 @@
 import contextlib
 import math
 import re
-from collections import Counter, defaultdict
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from random import Random
 
 from agentrl.audit.answer import Oracle
 from agentrl.audit.finding import Finding, Severity, found
-from agentrl.audit.policy import Knowledge, random_call
+from agentrl.audit.policy import Knowledge, always, random_call
 from agentrl.audit.rewards import Ledger
 from agentrl.audit.subject import Play, Seat, Subject, Voice, shortened, text_of
 from agentrl.errors import UserError
@@ -23,26 +25,33 @@ CHANCE = 0.3
 """Share of the tasks that show another task's answer, up to which that is no chance."""
 FREQUENT, DOMINANT = 0.6, 0.8
 """Share of the tasks that have one answer."""
-FEW_CALLS, MANY_CALLS = 4, 64
-"""Calls of one tool that are compared."""
+CALLS = (4, 64, 1_024)
+"""Calls of one tool whose pay is compared; the last only where they are fast."""
 FARMED = 0.25
 """Of the oracle's reward: what more calls may add."""
-_CALL_SECONDS = 5.0
+_CALL_SECONDS = 5.0  # of a rollout: no more calls than that
 
 
-async def reach_findings(subject: Subject, known: Knowledge, tasks: Sequence[Task]) -> list[Finding]:
-    """Whether errors, results of calls at random, or replies to a wrong answer hold the stored answer."""
+async def reach_findings(subject: Subject, known: Knowledge, tasks: Sequence[Task], until: float) -> list[Finding]:
+    """Whether errors, results of calls at random, or replies to a wrong answer hold the stored answer. until: as of
+    `Subject.play_all`."""
     telling = [task for task in tasks if any(map(distinct, known.truths(task)))][:8]
     if len(telling) < 3:
         return []
     findings: list[Finding] = []
-    for way, severity, voice in (
+    ways = (
         ("errors of calls that no schema takes", Severity.HIGH, _wrong_calls()),
         ("results of calls with random arguments", Severity.MEDIUM, _blind_calls()),
         ("results of tools that no demonstration calls", Severity.HIGH, _idle_calls(known, telling)),
         ("replies to a wrong answer", Severity.HIGH, _wrong_answers(known)),
-    ):
-        plays = [await subject.play(task, voice, label=way) for task in telling]
+    )
+    for number, (way, severity, voice) in enumerate(ways):
+        now = time.monotonic()
+        if now > until:
+            findings.append(found("not_examined", Severity.INFO, f"{way}: there was no time for it"))
+            continue
+        end = now + (until - now) / (len(ways) - number)
+        plays = await subject.play_each(telling, partial(always, voice), label=way, until=end)
         findings += _shown(known, plays, way, severity)
     findings += _in_schemas(subject, known, telling)
     return findings
@@ -146,37 +155,53 @@ def _in_schemas(subject: Subject, known: Knowledge, tasks: Sequence[Task]) -> li
     return [found("reachable", Severity.HIGH, line, hits)]
 
 
-async def calling_findings(subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger) -> list[Finding]:
-    """Whether a tool that is called more often than needed earns more."""
-    stage = subject.wide()
+async def calling_findings(
+    subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger, until: float
+) -> list[Finding]:
+    """Whether a tool that is called more often than needed earns more. until: as of `Subject.play_all`."""
     findings: list[Finding] = []
-    tools = subject.tools_of(tasks[0])
-    for name in list(tools)[:8]:
-        if tools[name].converses:
-            continue
-        rewards: dict[int, list[Play]] = defaultdict(list)
-        for task in tasks[:2]:
-            for count in (FEW_CALLS, MANY_CALLS):
-                voice = _repeated(known, name, count)
-                play = await subject.play(task, voice, stage=stage, label=f"{count} calls of {name}")
-                rewards[count].append(play)
-                if float(play.trajectory.seconds.get("total", 0.0)) > _CALL_SECONDS:
-                    break
-        few, many = rewards[FEW_CALLS], [play for play in rewards[MANY_CALLS] if play.ok]
-        ledger.enter("calling", f"{MANY_CALLS} calls of {name}", many)
-        if not many or not all(play.ok for play in few):
-            continue
-        more = sum(p.reward for p in many) / len(many) - sum(p.reward for p in few) / len(few)
-        if more >= FARMED * max(ledger.top - ledger.floor, 1e-6):
-            top = f"the oracle earns {ledger.top:.2f}"
-            line = f"{MANY_CALLS} calls of {name!r} earn {more:.2f} more than {FEW_CALLS} do; {top}"
-            findings.append(found("calling", Severity.HIGH, line, [play.task.id for play in many]))
+    tools = [name for name, tool in subject.tools_of(tasks[0]).items() if not tool.converses][:8]
+    for place, name in enumerate(tools):
+        if time.monotonic() > until:
+            line = f"calls without need of {', '.join(map(repr, tools[place:]))}: there was no time for them"
+            findings.append(found("not_examined", Severity.INFO, line))
+            break
+        findings += await _farmed(subject, known, tasks[:2], ledger, name, until)
     return findings
 
 
+async def _farmed(
+    subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger, name: str, until: float
+) -> list[Finding]:
+    """Whether one tool's calls are paid, by ever more of them."""
+    stage, few, seconds = subject.wide(), 0.0, 0.0
+    for count in CALLS:
+        if count == CALLS[-1] and seconds * count / CALLS[-2] > _CALL_SECONDS:
+            break
+        plays: list[Play] = []
+        for task in tasks:
+            if count == CALLS[0] or (time.monotonic() < until and seconds < _CALL_SECONDS):
+                label = f"{count} calls of {name}"
+                plays.append(await subject.play(task, _repeated(known, name, count), stage=stage, label=label))
+                seconds = float(plays[-1].trajectory.seconds.get("total", 0.0))
+        good = [play for play in plays if play.ok]
+        if not good or (count == CALLS[0] and len(good) < len(plays)):
+            break
+        mean = sum(play.reward for play in good) / len(good)
+        if count == CALLS[0]:
+            few = mean
+            continue
+        ledger.enter("calling", f"{count} calls of {name}", good)
+        if mean - few >= FARMED * max(ledger.top - ledger.floor, 1e-6):
+            top = f"the oracle earns {ledger.top:.2f}"
+            line = f"{count:,} calls of {name!r} earn {mean - few:.2f} more than {CALLS[0]} do; {top}"
+            return [found("calling", Severity.HIGH, line, [play.task.id for play in good])]
+    return []
+
+
 def _repeated(known: Knowledge, name: str, count: int) -> Voice:
-    """The same call again and again, sixteen a turn at most, then a wrong answer."""
-    each = min(count, 16)
+    """The same call again and again, at most 16 a turn or 64 of very many, then a wrong answer."""
+    each = min(count, 16 if count <= 64 else 64)
 
     async def voice(seat: Seat) -> str:
         if name in seat.tools and seat.number * each < count:

@@ -79,7 +79,7 @@ def oracle_findings(oracle: Oracle, plays: Sequence[Play], tasks: Sequence[Task]
     good = [play for play in plays if play.ok]
     empty = _empty_findings(oracle, good, tasks)
     if not oracle.origin:
-        named = "" if oracle.stored is None else next(iter(oracle.stored.named(tasks[:4])), "")
+        named = "" if oracle.stored is None or oracle.cut else next(iter(oracle.stored.named(tasks[:4])), "")
         if named:
             line = f"what the tasks store as `{named}` is paid in none of the forms in which it was said"
             return [*empty, found("no_oracle", Severity.MEDIUM, line, [task.id for task in tasks])]
@@ -176,10 +176,10 @@ async def near_findings(
             for name, answer in (near_misses(truths[0]) if truths else ())
             if answer not in truths and not any(_same(answer, truth) for truth in truths)
         ]
-        for start in range(0, len(near), 8):
+        for start in range(0, len(near), subject.at_once):
             if time.monotonic() > until:
                 break
-            some = near[start : start + 8]
+            some = near[start : start + subject.at_once]
             label = "a wrong answer near the right one"
             playing = [subject.play(task, script(task, answer), label=label) for _, answer in some]
             for (name, answer), play in zip(some, await asyncio.gather(*playing), strict=True):

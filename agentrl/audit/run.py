@@ -21,7 +21,7 @@ from agentrl.audit.hooks import (
 from agentrl.audit.policy import Attempt, Knowledge, attempts, calling
 from agentrl.audit.reach import calling_findings, distribution_findings, reach_findings, unused_findings
 from agentrl.audit.rewards import Ledger, judge, near_findings, oracle_findings, sameness_findings
-from agentrl.audit.subject import Make, Play, Script, Subject, text_of
+from agentrl.audit.subject import Make, Script, Subject, text_of
 from agentrl.audit.tampering import tampering_findings
 from agentrl.audit.tasks import CHARACTERS, asked, hides, length_findings, schema_findings, split_findings
 from agentrl.errors import UserError, contained, describe
@@ -94,6 +94,10 @@ class Audit:
     def left(self) -> float:
         """Seconds that are left."""
         return self.began + self.options.seconds - time.monotonic()
+
+    def until(self, share: float) -> float:
+        """When a share of the time that is left is over, on the clock of `time.monotonic`."""
+        return time.monotonic() + max(0.0, self.left) * share
 
     def add(self, findings: Sequence[Finding]) -> None:
         """Keep findings."""
@@ -173,13 +177,14 @@ async def _examine(run: Audit) -> None:
     known = _knowledge(run, splits["train"])
     await run.stage("answers", lambda: _now(distribution_findings(known)))
     await run.stage("policies", lambda: _policies(run, ledger, known, tools))
-    await run.stage("answers in reach", lambda: reach_findings(subject, known, run.looked))
-    await run.stage("calls without need", lambda: calling_findings(subject, known, run.looked, ledger))
+    await run.stage("answers in reach", lambda: reach_findings(subject, known, run.looked, run.until(0.4)))
+    await run.stage("calls without need", lambda: calling_findings(subject, known, run.looked, ledger, run.until(0.4)))
     if subject.workspaces is not None:
-        await run.stage("tampering", lambda: tampering_findings(subject, known, run.looked, ledger, run.left / 2))
+        await run.stage("tampering", lambda: tampering_findings(subject, known, run.looked, ledger, run.until(0.5)))
     run.add([*ledger.findings(), *sameness_findings(ledger)])
     await run.stage("tools in use", lambda: _now(unused_findings(run.oracle, splits["train"], tools)))
-    await run.stage("rollouts again, and at once", lambda: repeat_findings(subject, _parts(run, known)), 3.0)
+    again = "rollouts again, and at once"
+    await run.stage(again, lambda: repeat_findings(subject, _parts(run, known), run.until(1.0)), 3.0)
     run.add([*failure_findings(subject), *clock_findings(subject)])
 
 
@@ -244,9 +249,13 @@ def _tools(run: Audit) -> dict[str, Tool]:
 
 
 async def _oracle(run: Audit) -> Sequence[Finding]:
-    run.oracle = await find_oracle(run.subject, run.looked, time.monotonic() + run.left / 6)
+    run.oracle = await find_oracle(run.subject, run.looked, run.until(1 / 6))
     error = run.oracle.stored.error if run.oracle.stored is not None else ""
-    return [found("fails", Severity.MEDIUM, error)] if error else []
+    findings = [found("fails", Severity.MEDIUM, error)] if error else []
+    if run.oracle.cut:
+        line = "the forms in which a stored answer may be said: there was no time for all of them"
+        findings.append(found("not_examined", Severity.INFO, line))
+    return findings
 
 
 def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
@@ -277,18 +286,18 @@ def _lengths(run: Audit, tools: Mapping[str, Tool]) -> list[Finding]:
 
 async def _play_oracle(run: Audit, ledger: Ledger) -> Sequence[Finding]:
     """Play the oracle, and an empty answer, by which all others are judged. The first ones are timed, alone."""
-    plays: list[Play] = []
-    if run.oracle.origin:
-        for index, task in enumerate(run.looked):
-            try:
-                script = run.oracle.script(task)
-            except UserError:
-                continue
-            if index and run.left < run.options.seconds / 2:
-                break
-            plays.append(await run.subject.play(task, script, timed=True, label="oracle"))
+    scripts: dict[str, Script] = {}
+    for task in run.looked if run.oracle.origin else ():
+        with contextlib.suppress(UserError):
+            scripts[task.id] = run.oracle.script(task)
+    done = [task for task in run.looked if task.id in scripts]
+    plays = await run.subject.play_each(
+        done, lambda task: scripts[task.id], label="oracle", until=run.until(0.5), timed=True
+    )
     row = ledger.enter("oracle", run.oracle.origin or "none", plays)
-    empty = [await run.subject.play(task, [""], timed=not plays, label="nothing") for task in run.looked[:8]]
+    empty = await run.subject.play_each(
+        run.looked[:8], lambda task: [""], label="nothing", until=run.until(0.2), timed=not plays
+    )
     good = [play.reward for play in empty if play.ok]
     ledger.floor = sum(good) / len(good) if good else 0.0
     if any(play.solved for play in plays):
@@ -318,7 +327,7 @@ def slots(known: Knowledge, tasks: Sequence[Task]) -> list[str]:
 async def _policies(run: Audit, ledger: Ledger, known: Knowledge, tools: Mapping[str, Tool]) -> Sequence[Finding]:
     """Play all attempts, with as many tasks each as there is time for."""
     every = list(attempts(known, tools))
-    end = time.monotonic() + run.left * 0.6
+    end = run.until(0.6)
     for index, attempt in enumerate(every):
         remaining = end - time.monotonic()
         if remaining <= 0 or run.subject.hangs >= HANGS:
@@ -336,13 +345,12 @@ async def _policies(run: Audit, ledger: Ledger, known: Knowledge, tools: Mapping
             return known.say(answer)
 
         if alone and run.left > 1:
-            until = time.monotonic() + run.left / 2
-            await near_findings(run.subject, known, run.looked[:6], ledger, near, until)
+            await near_findings(run.subject, known, run.looked[:6], ledger, near, run.until(0.5))
     return []
 
 
 async def _attempt(run: Audit, ledger: Ledger, attempt: Attempt, seconds: float) -> None:
-    """Play one attempt, four tasks at a time until its time is over."""
+    """Play one attempt until its time is over."""
     scripts: dict[str, Script] = {}
     for task in run.looked:
         with contextlib.suppress(UserError):  # a task that no oracle does
@@ -350,15 +358,8 @@ async def _attempt(run: Audit, ledger: Ledger, attempt: Attempt, seconds: float)
             if script is not None:
                 scripts[task.id] = script
     tasks = [task for task in run.looked if task.id in scripts]
-    plays: list[Play] = []
-    end = time.monotonic() + seconds
-    for start in range(0, len(tasks), 8):
-        chunk = tasks[start : start + 8]
-        plays += await run.subject.play_all(
-            chunk, lambda task: scripts[task.id], label=f"{attempt.policy}: {attempt.name}"
-        )
-        if time.monotonic() > end:
-            break
+    label, until = f"{attempt.policy}: {attempt.name}", time.monotonic() + seconds
+    plays = await run.subject.play_all(tasks, lambda task: scripts[task.id], label=label, until=until)
     judge(ledger, attempt, plays, ledger.enter(attempt.policy, attempt.name, plays))
 
 

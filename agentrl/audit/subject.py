@@ -1,6 +1,7 @@
 """`Subject`: an environment opened for an audit, and how one of its tasks is played through the real driver."""
 
 import asyncio
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ Make = Callable[[], Environment]
 """Makes the environment anew."""
 HOOK_SECONDS, PLAY_SECONDS = 20.0, 40.0
 """Deadlines of a turn or hook, and of a rollout, where the recipe's are longer."""
+AT_ONCE = 8
+"""Rollouts that are played at the same time, at most."""
 GAP = 0.15
 """Seconds for which code may hold the event loop before it counts as blocking."""
 _BEAT = 0.01
@@ -216,6 +219,8 @@ class Subject:
     """By tool and error the tasks in which a tool raised."""
     agents_tools: dict[str, Tool] = field(default_factory=dict)
     """By name the tools that the recipe's agent has offered so far."""
+    at_once: int = AT_ONCE
+    """Rollouts that are played at the same time: one, where they wait for each other for long."""
     counts: Counter[str] = field(default_factory=Counter)
     """`plays`: how many rollouts were played."""
 
@@ -336,17 +341,38 @@ class Subject:
         script: Callable[[Task], Script],
         *,
         label: str,
-        at_once: int = 8,
-        stage: Stage | None = None,
+        until: float = math.inf,
     ) -> list[Play]:
-        """Play each task once, some at the same time."""
-        room = asyncio.Semaphore(at_once)
+        """Play each task once, some at the same time. until: when nothing more is begun, on the clock of
+        `time.monotonic`."""
+        room = asyncio.Semaphore(self.at_once)
 
-        async def one(task: Task) -> Play:
+        async def one(task: Task) -> Play | None:
             async with room:
-                return await self.play(task, script(task), label=label, stage=stage)
+                if time.monotonic() > until:
+                    return None
+                return await self.play(task, script(task), label=label)
 
-        return list(await asyncio.gather(*map(one, tasks)))
+        return [play for play in await asyncio.gather(*map(one, tasks)) if play is not None]
+
+    async def play_each(
+        self, tasks: Sequence[Task], script: Callable[[Task], Script], *, label: str, until: float, timed: bool = False
+    ) -> list[Play]:
+        """Play each task once, alone, and at the same time those for which half of the time does not suffice. until:
+        as of `play_all`; one is played in any case. timed: see `play`."""
+        began = time.monotonic()
+        plays: list[Play] = []
+        for task in tasks:
+            if plays and time.monotonic() > (began + until) / 2:
+                break
+            plays.append(await self.play(task, script(task), timed=timed, label=label))
+        alone = (time.monotonic() - began) / max(1, len(plays))
+        for some in (tasks[len(plays) :][:2], tasks[len(plays) + 2 :]):
+            began = time.monotonic()
+            plays += await self.play_all(some, script, label=label, until=until)
+            if len(some) == 2 and alone * AT_ONCE > HOOK_SECONDS / 2 and time.monotonic() - began > 1.5 * alone:
+                self.at_once = 1  # one waits for the other: the last of many would seem to hang
+        return plays
 
 
 def bounded(recipe: Recipe) -> dict[str, Json]:

@@ -62,14 +62,13 @@ _LISTED = (
 
 
 async def tampering_findings(
-    subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger, seconds: float
+    subject: Subject, known: Knowledge, tasks: Sequence[Task], ledger: Ledger, until: float
 ) -> list[Finding]:
-    """Play each cheat in two tasks, and list what lies in their workspaces."""
-    end = time.monotonic() + seconds
+    """Play each cheat in three tasks, and list what lies in their workspaces. until: as of `Subject.play_all`."""
     findings = await _exposed(subject, tasks[:2])
     left_out = 0
     for name, script in CHEATS.items():
-        if time.monotonic() > end:
+        if time.monotonic() > until:
             left_out += 1
             continue
         plays = await subject.play_all(tasks[:3], partial(_cheat, script), label=f"tampering: {name}")

@@ -1,7 +1,9 @@
 """`agentrl audit`: what it prints and writes, its exit code, environments that it must survive, and its page."""
 
 import json
+import time
 from pathlib import Path
+from typing import cast
 
 import axe_core_python
 import pytest
@@ -10,10 +12,13 @@ from browser import Browser
 from cli_help import refused
 
 from agentrl import Environment
-from agentrl.audit.apart import audit_apart
+from agentrl.audit.apart import Watched, _broken, _follow, audit_apart
 from agentrl.audit.finding import Finding, Report, Row, Severity, found
 from agentrl.audit.page import render, write_page
+from agentrl.audit.run import Options, audit
 from agentrl.cli import main
+from agentrl.containment.event_loop import run
+from agentrl.containment.process_tree import ProcessTree
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.env import EnvSection
@@ -104,6 +109,29 @@ def test_an_environment_may_print_what_it_wants() -> None:
 )
 def test_what_differs_between_processes_is_found(env: type[Environment], found: set[str]) -> None:
     assert kinds(apart(env)) == found
+
+
+@pytest.mark.slow
+def test_a_slow_environment_is_accused_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.audit.subject.HOOK_SECONDS", 1.2)
+    report = run(audit("slow", Recipe(), OneByOne, Options(tasks=6, seconds=5)))
+    assert [f.line for f in report.findings if f.severity is not Severity.INFO] == []
+    assert "nothing" in {row.policy for row in report.rows}
+
+
+def test_an_audit_whose_time_is_over_does_not_say_that_something_hangs(tmp_path: Path) -> None:
+    (tmp_path / "lines").touch()
+    watched, tree = Watched(Report("slow"), "policies", "echo, task train-3"), cast("ProcessTree", Living())
+    why = _follow(tmp_path / "lines", tree, watched, (time.monotonic() - 1.0, 60.0), lambda name: None)
+    finding = _broken(why, watched, "", 60.0, 210.0)
+    assert (finding.kind, finding.severity, finding.tasks) == ("not_examined", Severity.INFO, ("train-3",))
+    assert "the 210 s that an audit may take were over" in finding.line
+
+
+class Living:
+    """A process that does not end."""
+
+    running = True
 
 
 @pytest.mark.long

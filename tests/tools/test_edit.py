@@ -117,8 +117,18 @@ async def test_ends_of_lines_are_kept_and_what_is_no_text_is_refused():
         with pytest.raises(ArgumentError, match="byte 1 is not UTF-8"):
             await say("view", path="binary")
         await say.workspace.write("huge", b"x" * (MAX_FILE + 1))
-        with pytest.raises(ArgumentError, match="too large to edit"):
-            await say("str_replace", path="huge", old_str="x", new_str="y")
+        for change in (
+            {"command": "str_replace", "old_str": "x", "new_str": "y"},
+            {"command": "create", "file_text": ""},
+        ):
+            with pytest.raises(ArgumentError, match="huge has more than 1048576 bytes: too large to edit"):
+                await say(path="huge", **change)
+        assert len(await say.workspace.read("huge")) == MAX_FILE + 1
+        largest = b"x" * MAX_FILE
+        await say.workspace.write("large", largest)
+        await say("create", path="large", file_text="")
+        await say("undo", path="large")
+        assert await say.workspace.read("large") == largest
         with pytest.raises(ArgumentError, match="NUL"):
             await say("view", path="a\0")
 

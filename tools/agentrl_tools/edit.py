@@ -142,9 +142,7 @@ class _File:
 
     async def lines(self) -> Lines:
         """Its lines without their ends. Raises ArgumentError where it is no text."""
-        data = await self.workspace.read(self.path, limit=MAX_FILE + 1)
-        if len(data) > MAX_FILE:
-            raise ArgumentError(f"{self.path} has more than {MAX_FILE} bytes: too large to edit")
+        data = await self._read()
         try:
             text = data.decode()
         except UnicodeDecodeError as error:
@@ -152,10 +150,17 @@ class _File:
         self._windows = "\r\n" in text and text.count("\r\n") == text.count("\n")
         return (text.replace("\r\n", "\n") if self._windows else text).split("\n")
 
+    async def _read(self) -> bytes:
+        """All that it holds. Raises ArgumentError where that is more than `undo` keeps, PathError."""
+        data = await self.workspace.read(self.path, limit=MAX_FILE + 1)
+        if len(data) > MAX_FILE:
+            raise ArgumentError(f"{self.path} has more than {MAX_FILE} bytes: too large to edit or replace")
+        return data
+
     async def write(self, text: str) -> None:
-        """Write it whole, in the ends of lines that it had."""
+        """Write it whole, in the ends of lines that it had. Raises ArgumentError where what it held is too large."""
         try:
-            former = await self.workspace.read(self.path)
+            former = await self._read()
         except PathError:
             former = None
         data = (text.replace("\n", "\r\n") if self._windows else text).encode(errors="replace")

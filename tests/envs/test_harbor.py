@@ -9,7 +9,7 @@ import pytest
 from agentrl_envs.harbor.environment import Harbor
 from agentrl_tools.workspaces.bwrap import BwrapProvider
 
-from agentrl.errors import UserError
+from agentrl.errors import PathError, UserError
 from agentrl.plugins.types import Session
 from agentrl.workspace.provider import Network, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import MIB, Workspace
@@ -124,6 +124,20 @@ async def test_steps_follow_each_other_while_their_rewards_suffice(provider: Wor
     await env.create(session)
     assert (await env.execute(session, {"role": "assistant", "content": "done"})).done
     assert await env.calc_reward(session) == {"reward": 0.0}
+
+
+async def test_what_the_agent_left_running_does_not_grade_a_step(provider: WorkspaceProvider, tmp_path: Path) -> None:
+    toml = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+    files = {"steps/one/instruction.md": "First.", "steps/two/instruction.md": "Second."}
+    env = environment(made(tmp_path, toml, **files))
+    session, workspace = await opened(provider, env)
+    await env.create(session)
+    await workspace.exec("mkdir -p /app; (while :; do printf hello > /app/out.txt; sleep 0.01; done) >/dev/null 2>&1 &")
+    await workspace.exec("until [ -e /app/out.txt ]; do sleep 0.01; done")
+    await env.execute(session, {"role": "assistant", "content": "done"})
+    await workspace.exec("rm -f /app/out.txt; sleep 0.1")
+    with pytest.raises(PathError):
+        await workspace.read("/app/out.txt")
 
 
 def test_what_a_task_asks_for_is_what_is_opened(tmp_path: Path) -> None:

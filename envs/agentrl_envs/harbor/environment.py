@@ -101,6 +101,7 @@ class Harbor(Environment):
         step, following = found.steps[len(progress.rewards) :][:1], found.steps[len(progress.rewards) + 1 :]
         if not following:
             return Reply(done=True)
+        await _workspace(session).end_processes()
         progress.rewards.append(await self._graded(session, step[0]))
         least = step[0].least.items()
         progress.stopped = any(progress.rewards[-1].get(name, float("-inf")) < bound for name, bound in least)

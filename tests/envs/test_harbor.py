@@ -91,6 +91,18 @@ async def test_a_separate_verifier_sees_artifacts_alone(provider: WorkspaceProvi
     assert await env.calc_reward(session) == {"reward": 1.0}
 
 
+async def test_a_separate_verifier_has_the_variables_and_the_folder_of_its_environment(
+    provider: WorkspaceProvider, tmp_path: Path
+) -> None:
+    toml = '[environment]\nworkdir = "/tmp"\n[verifier]\nenv = {B = "own"}\n'
+    toml += '[verifier.environment]\nworkdir = "/srv"\nenv = {A = "its", B = "its"}\n'
+    test = '#!/bin/sh\n[ "$A $B $(pwd)" = "its own /srv" ] && echo 1 > /logs/verifier/reward.txt\n'
+    env = environment(made(tmp_path, toml, **{"tests/test.sh": test}))
+    session, _ = await opened(provider, env)
+    await env.create(session)
+    assert await env.calc_reward(session) == {"reward": 1.0}
+
+
 async def test_an_image_that_a_provider_does_not_make_is_one_line(provider: WorkspaceProvider, tmp_path: Path) -> None:
     toml = '[verifier]\nenvironment_mode = "separate"\n'
     env = environment(made(tmp_path, toml, **{"tests/Dockerfile": "FROM ubuntu:24.04\nCOPY . /tests\n"}))
@@ -155,6 +167,13 @@ def test_what_a_task_asks_for_is_what_is_opened(tmp_path: Path) -> None:
     assert spec.users == ("root",)
     with pytest.raises(UserError, match=r"workspace\.network"):
         env.workspace_spec(task, WorkspaceSpec())
+    for toml, hosts in (
+        ('[environment]\nnetwork_mode = "public"\n[agent]\nnetwork_mode = "no-network"\n', ()),
+        ('[agent]\nnetwork_mode = "no-network"\n[[steps]]\nname = "a"\n[steps.agent]\n'
+         'network_mode = "allowlist"\nallowed_hosts = ["a.org"]\n', ("a.org",)),
+    ):  # fmt: skip
+        env = Harbor(str(made(tmp_path, toml, **{"steps/a/instruction.md": "First."})), held_out=1.0)
+        assert env.workspace_spec(task, WorkspaceSpec(network=Network(everything=True))).network == Network(hosts=hosts)
     image = Harbor(str(made(tmp_path, '[environment]\ndocker_image = "a:1"\n')), held_out=1.0)
     assert image.workspace_spec(task, WorkspaceSpec()).image == "a:1"
 
@@ -181,6 +200,10 @@ BAD = {
     "[verifier]\ntimeout_sec = 'a'": "verifier.timeout_sec: expected int or float, got 'a'",
     "[verifier]\nnetwork_mode = 'public'": "verifier.network_mode: tests have no network",
     "[verifier]\ncollect = [{command = 'a'}]": "verifier.collect: commands between",
+    "[verifier.environment]\nnetwork_mode = 'public'": "verifier.environment.network_mode: tests have no network",
+    "[verifier.environment]\ngpus = 1": "verifier.environment.gpus: GPUs are not provided",
+    "[[steps]]\nname = 'a'\n[steps.verifier]\ncollect = [{command = 'a'}]": "steps[0].verifier.collect: commands",
+    "[[steps]]\nname = 'a'\n[[steps]]\nname = 'b'\n[steps.agent]\nnetwork_mode = 'public'": "agent.network_mode: the steps of",
     "artifacts = ['../a']": "artifacts: expected paths without '..'",
     "[[steps]]\nname = '../a'": "steps[0].name: expected the name of a folder",
     "steps = 3": "steps: expected list",
@@ -212,7 +235,10 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
 
 
 def test_fields_without_effect_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    made(tmp_path, "[agent]\ntimeout_sec = 9\nuser = 'a'\n[environment]\ncpus = 2\n")
+    toml = "[agent]\ntimeout_sec = 9\nuser = 'a'\n[environment]\ncpus = 2\n[verifier.environment]\nmemory_mb = 9\n"
+    toml += "[[steps]]\nname = 'a'\n[steps.agent]\ntimeout_sec = 9\nuser = 'b'\n"
+    made(tmp_path, toml, **{"steps/a/instruction.md": "First."})
     Harbor(str(tmp_path))
-    for name in ("agent.timeout_sec", "agent.user", "environment.cpus"):
-        assert name in caplog.text
+    for name in ("agent.timeout_sec", "agent.user", "environment.cpus", "verifier.environment.memory_mb",
+                 "steps.agent.timeout_sec", "steps.agent.user"):  # fmt: skip
+        assert f" {name} (" in caplog.text

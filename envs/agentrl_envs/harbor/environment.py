@@ -112,7 +112,8 @@ class Harbor(Environment):
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         """`reward`, or the numbers of `reward.json` where none of them is called so. Of several steps their mean, or
-        the last; one that was not reached counts 0."""
+        the last. A step for which turns or time were not enough counts 0; those after a reward below `min_reward` do
+        not count."""
         found, progress = self._tasks[session.task.id], session.state
         if not progress.stopped:
             progress.rewards.append(await self._graded(session, found.steps[len(progress.rewards)]))
@@ -137,7 +138,8 @@ class Harbor(Environment):
         return await workspace.exec(script, cwd=found.workdir, env=found.solution_env, seconds=600.0)
 
     async def _graded(self, session: Session, step: Step) -> dict[str, float]:
-        """The rewards of a step; none where its tests gave none, which is the agent's fault."""
+        """The rewards of a step; none where its tests gave none, which is the agent's fault and counts 0. Harbor leaves
+        such a step out of the mean, by which who breaks the tests of one that he failed would earn more."""
         found, verifier = self._tasks[session.task.id], step.verifier
         artifacts = tuple(_workspace(session).absolute(path) for path in (_ARTIFACTS, *step.artifacts))
         grading = Grading(
@@ -147,7 +149,7 @@ class Harbor(Environment):
             image=verifier.image,
             build=verifier.build,
             protection=self._protection,
-            cwd=found.workdir,
+            cwd=verifier.workdir,
             env=verifier.env,
             user=verifier.user,
             seconds=verifier.seconds,
@@ -181,7 +183,7 @@ def _network(task: HarborTask, given: Network) -> Network:
     if given.everything or (wanted.hosts and set(wanted.hosts) <= set(given.hosts)):
         return wanted
     raise UserError(
-        f"{task.folder / 'task.toml'}, environment.network_mode: it asks for {task.network!r}, which workspace.network "
+        f"{task.folder / 'task.toml'}, network_mode: it asks for {task.network!r}, which workspace.network "
         "of the recipe does not allow; set it to `all`, or leave the task out"
     )
 

@@ -14,20 +14,25 @@ from agentrl.workspace.workspace import MIB
 _CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 _SIZES = {"G": 1024.0, "M": 1.0, "K": 1 / 1024}
+_MACHINE = {
+    "gpus": "GPUs", "tpu": "TPUs", "mcp_servers": "servers of MCP (see the tool `mcp`)",
+    "healthcheck": "services that run before the agent does", "gpu_types": "GPUs",
+}  # fmt: skip
 _REFUSED = {
-    "environment": {
-        "gpus": "GPUs", "tpu": "TPUs", "mcp_servers": "servers of MCP (see the tool `mcp`)",
-        "healthcheck": "services that run before the agent does", "gpu_types": "GPUs",
-    },
-    "verifier": {"collect": "commands between the agent and the tests"},
+    "environment": _MACHINE, "verifier": {"collect": "commands between the agent and the tests"},
+    "verifier.environment": _MACHINE,
 }  # fmt: skip
 """By section: fields without which a task is another one, and what they are."""
+_LEFT = {
+    "build_timeout_sec": "the provider has a limit of its own", "cpus": "no provider bounds processors",
+    "skills_dir": "for Harbor's own agents",
+}  # fmt: skip
 _NOT_CARRIED = {
     "agent": {"timeout_sec": "rollout.timeout bounds an agent", "user": "tools run as the user of the image"},
-    "environment": {
-        "build_timeout_sec": "the provider has a limit of its own", "cpus": "no provider bounds processors",
-        "skills_dir": "for Harbor's own agents", "workdir": "tools begin in the folder of the image; tests begin in it",
-    },
+    "environment": {**_LEFT, "workdir": "tools begin in the folder of the image; tests begin in it"},
+    "verifier.environment": _LEFT | dict.fromkeys(
+        ("memory_mb", "memory", "storage_mb", "storage"), "tests may use what the agent may"
+    ),
 }  # fmt: skip
 
 
@@ -49,6 +54,8 @@ class Verifier:
     """A separate verifier's own image."""
     build: str = ""
     """A folder with its Dockerfile."""
+    workdir: str | None = None
+    """Where the tests run; None: where the image begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ class HarborTask:
     hosts: tuple[str, ...]
     """Those of an allowlist."""
     workdir: str | None
-    """Where tests run; None: where the image begins."""
+    """Where the solution runs; None: where the image begins."""
     solution_env: dict[str, str]
     """Environment variables of the solution."""
     final: bool
@@ -188,25 +195,31 @@ def read_folder(folder: Path, variables: Mapping[str, str]) -> HarborTask:
     version = str(top.get("schema_version", str) or top.get("version", str) or "1.4")
     if not re.fullmatch(r"1(\.\d+)*", version):
         raise top.error("schema_version", f"{version} is not known; 1.x is")
-    environment, notes = top.table("environment"), []
-    for name, table in (
-        ("agent", top.table("agent")),
-        ("environment", environment),
-        ("verifier", top.table("verifier")),
-    ):
-        for key, what in _REFUSED.get(name, {}).items():
-            if table.data.get(key):
-                raise table.error(key, f"{what} are not provided here")
-        notes += [f"{name}.{k} ({why})" for k, why in _NOT_CARRIED.get(name, {}).items() if k in table.data]
-    if str(environment.get("os", str) or "linux").lower() != "linux":
-        raise environment.error("os", "only linux is provided here")
+    environment, notes = top.table("environment"), _not_carried(top)
     image, build = _origin(folder, environment)
-    network, hosts = _network(environment)
+    network, hosts = _network_of_agent(top)
     return HarborTask(
         folder, _steps(folder, top), image, build, environment.texts("env"), environment.size("memory_mb", "memory"),
         environment.size("storage_mb", "storage"), network, hosts, environment.get("workdir", str),
-        top.table("solution").texts("env"), top.get("multi_step_reward_strategy", str) == "final", tuple(notes),
+        top.table("solution").texts("env"), top.get("multi_step_reward_strategy", str) == "final", notes,
     )  # fmt: skip
+
+
+def _not_carried(top: Section) -> tuple[str, ...]:
+    """Fields that have no effect here, each with why. Raises UserError for one without which the task is another."""
+    notes = []
+    for owner in (top, *top.tables("steps")):
+        tables = {name: owner.table(name) for name in ("agent", "environment", "verifier")}
+        tables["verifier.environment"] = tables["verifier"].table("environment")
+        for name, table in tables.items():
+            for key, what in _REFUSED.get(name, {}).items():
+                if table.data.get(key):
+                    raise table.error(key, f"{what} are not provided here")
+            if str(table.data.get("os") or "linux").lower() != "linux":
+                raise table.error("os", "only linux is provided here")
+            place = name if owner is top else f"steps.{name}"
+            notes += [f"{place}.{k} ({why})" for k, why in _NOT_CARRIED.get(name, {}).items() if k in table.data]
+    return tuple(dict.fromkeys(notes))
 
 
 def _origin(folder: Path, environment: Section) -> tuple[str, str]:
@@ -222,6 +235,18 @@ def _origin(folder: Path, environment: Section) -> tuple[str, str]:
             f"{folder / 'environment'}: there is no Dockerfile, and task.toml names no environment.docker_image"
         )
     return "", str(folder / "environment")
+
+
+def _network_of_agent(top: Section) -> tuple[str | None, tuple[str, ...]]:
+    """What the agent of every step may reach: what its `agent` says, else the task's, else the environment."""
+    task, rows = top.table("agent"), top.tables("steps")
+    owners = [row.table("agent") for row in rows] or [task]
+    found = [next((n for n in map(_network, (own, task, top.table("environment"))) if n[0]), (None, ()))
+             for own in owners]  # fmt: skip
+    for own, other in zip(owners, found, strict=True):
+        if other != found[0]:
+            raise own.error("network_mode", "the steps of a task have one network here")
+    return found[0]
 
 
 def _network(section: Section) -> tuple[str | None, tuple[str, ...]]:
@@ -275,12 +300,15 @@ def _verifier(folder: Path, place: Path, top: Section, step: Section | None) -> 
     """The verifier of a step: its own fields over those of the task."""
     task = top.table("verifier")
     own = task if step is None else step.table("verifier")
-    for table in (task, own):
-        if _network(table)[0] not in (None, "no-network"):
-            raise table.error("network_mode", "tests have no network here; put what they need into the image")
     user = own.get("user", str, int)
     user = task.get("user", str, int) if user is None else user
     mode = _mode(own) or _mode(task) or "shared"
+    apart = [t.table("environment") for t in (own, task) if mode == "separate" and "environment" in t.data][:1]
+    for table in (own, task, *apart):
+        if reached := _network(table)[0]:
+            if reached != "no-network":
+                raise table.error("network_mode", "tests have no network here; put what they need into the image")
+            break
     tests = tuple(dict.fromkeys(path for path in (folder / "tests", place / "tests") if path.is_dir()))
     image = build = ""
     for table, path in ((own, place / "tests"), (task, folder / "tests")) if mode == "separate" else ():
@@ -293,10 +321,11 @@ def _verifier(folder: Path, place: Path, top: Section, step: Section | None) -> 
     for path in tests:
         check_links(path, folder)
     seconds = own.seconds("timeout_sec", task.seconds("timeout_sec", 600.0))
-    env = {**task.texts("env"), **own.texts("env")}
+    env = {name: text for table in (*apart, task, own) for name, text in table.texts("env").items()}
+    workdir = (*apart, top.table("environment"))[0].get("workdir", str)
     return Verifier(
         () if image or build else tests, seconds, env, None if user is None else str(user), mode == "separate", image,
-        build,
+        build, workdir,
     )  # fmt: skip
 
 

@@ -4,11 +4,11 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from agentrl.audit.answer import Oracle, counted, find_oracle
+from agentrl.audit.answer import Oracle, counted, find_oracle, overridden
 from agentrl.audit.finding import Finding, Report, Severity, found
 from agentrl.audit.hooks import (
     Part,
@@ -23,7 +23,16 @@ from agentrl.audit.reach import calling_findings, distribution_findings, reach_f
 from agentrl.audit.rewards import Ledger, judge, near_findings, oracle_findings, sameness_findings
 from agentrl.audit.subject import Make, Script, Subject, text_of
 from agentrl.audit.tampering import tampering_findings
-from agentrl.audit.tasks import CHARACTERS, asked, hides, length_findings, schema_findings, split_findings
+from agentrl.audit.tasks import (
+    CHARACTERS,
+    Asked,
+    asked,
+    hides,
+    length_findings,
+    schema_findings,
+    shown_fields,
+    split_findings,
+)
 from agentrl.errors import UserError, contained, describe
 from agentrl.plugins.environment import not_carried
 from agentrl.plugins.tool import Tool
@@ -168,7 +177,7 @@ async def _examine(run: Audit) -> None:
     run.looked = spread(splits["train"], run.options.tasks)
     await run.stage("openings", lambda: _openings(run, splits))
     await run.stage("the oracle", lambda: _oracle(run))
-    await run.stage("tasks in common", lambda: _now(_tasks(run, splits)))
+    await run.stage("tasks in common", lambda: _tasks(run, splits))
     ledger = Ledger(subject, run.oracle, report)
     await run.stage("oracle, played", lambda: _play_oracle(run, ledger))
     tools = _tools(run)  # those of an agent are known once it has played
@@ -203,21 +212,26 @@ def spread(tasks: Sequence[Task], count: int) -> list[Task]:
 async def _openings(run: Audit, splits: Mapping[str, Sequence[Task]]) -> Sequence[Finding]:
     """Make the openings of the tasks that are played, and of the first ones of each split; a second time, to see
     whether they are the same."""
-    findings: list[Finding] = []
-    wanted = [*run.looked, *(task for tasks in splits.values() for task in tasks[:16])]
-    end = time.monotonic() + max(2.0, run.left / 6)
+    wanted = {task.id: task for task in (*run.looked, *(task for tasks in splits.values() for task in tasks[:16]))}
+    failed = await _open(run, wanted.values(), max(time.monotonic() + 2.0, run.until(1 / 6)))
+    findings = [found("fails", Severity.HIGH, line, ids) for line, ids in failed.items()]
+    return findings + await _same_tasks(run, splits)
+
+
+async def _open(run: Audit, tasks: Iterable[Task], until: float) -> dict[str, list[str]]:
+    """Make the openings of tasks until the time is over; by error the tasks that have none."""
     failed: dict[str, list[str]] = {}
-    for task in {task.id: task for task in wanted}.values():
-        if time.monotonic() > end:
+    for task in tasks:
+        if time.monotonic() > until:
             break
+        if task.id in run.openings:
+            continue
         run.told.at(f"create of task {task.id}")
         try:
             run.openings[task.id] = await opening_of(run.subject.env, task, OPENING_SECONDS, 0)
         except UserError as error:
             failed.setdefault(re.sub(re.escape(task.id), "...", str(error)), []).append(task.id)
-    findings += [found("fails", Severity.HIGH, line, ids) for line, ids in failed.items()]
-    findings += await _same_tasks(run, splits)
-    return findings
+    return failed
 
 
 async def _same_tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
@@ -258,14 +272,39 @@ async def _oracle(run: Audit) -> Sequence[Finding]:
     return findings
 
 
-def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> list[Finding]:
+async def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> Sequence[Finding]:
+    """What comes twice, of what tasks ask. Where openings are all that they ask, more of them are made, if need be."""
     seconds = min(2.0, run.left / 20)
     first = run.looked[0]
-    hiding = hides(run.subject.env, first, run.openings.get(first.id, ()))
-    return split_findings(
-        {split: asked(tasks, run.openings, run.oracle, hiding, LOOKED, seconds) for split, tasks in splits.items()},
-        run.oracle,
-    )
+    replies = overridden(run.subject.env, "execute") and not await _ends_at_once(run)
+    hiding = hides(run.subject.env, first, run.openings.get(first.id, ()), replies)
+    compared: dict[str, list[Asked]] = {}
+    for split, tasks in splits.items():
+        if not hiding and not shown_fields(tasks, run.openings):
+            some = (tasks[index] for index in range(min(len(tasks), LOOKED)))
+            await _open(run, some, time.monotonic() + seconds)
+        compared[split] = asked(tasks, run.openings, run.oracle, hiding, LOOKED, seconds)
+    findings = split_findings(compared, run.oracle)
+    if unknown := [split for split, tasks in splits.items() if len(tasks) and not compared[split]]:
+        line = f"{', '.join(unknown)}: whether tasks ask the same: their openings and their data do not say all of it"
+        findings.append(found("not_examined", Severity.INFO, line))
+    return findings
+
+
+async def _ends_at_once(run: Audit) -> bool:
+    """Whether an answer that is wrong is the last turn, so that tasks are what their openings say."""
+    form, truths = run.oracle.form, [run.oracle.truths(task) for task in run.looked]
+    others = [answers[0] for answers in truths if answers]
+    if form is None or form.tool or len(others) < 2 or run.subject.holder is not None:
+        return False
+    wrong = {
+        task.id: form.turns(next(answer for answer in others if answer not in own))
+        for task, own in zip(run.looked, truths, strict=True)
+        if not set(others) <= set(own)
+    }
+    tasks, until = [task for task in run.looked if task.id in wrong][:3], run.until(0.05)
+    plays = await run.subject.play_each(tasks, lambda task: wrong[task.id], label="a wrong answer", until=until)
+    return bool(plays) and all(play.ok and len(play.trajectory.turns) == 1 for play in plays)
 
 
 def _lengths(run: Audit, tools: Mapping[str, Tool]) -> list[Finding]:

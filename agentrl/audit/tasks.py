@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from agentrl.audit.answer import ASIDE, Oracle, overridden
+from agentrl.audit.answer import ASIDE, Oracle
 from agentrl.audit.finding import Finding, Severity, found
 from agentrl.audit.policy import plain
 from agentrl.audit.subject import shortened, text_of
@@ -168,13 +168,14 @@ def asked(
     """What the first `most` tasks of a split ask: the fields of their data that openings show, so that no opening has
     to be made; or the openings, where no field is shown. hiding: tasks have more to them than their openings."""
     end = time.monotonic() + seconds
-    some = [task for task in tasks[: min(len(tasks), 16)] if openings.get(task.id)]
-    fields = _shown_fields(some, openings)
+    fields = shown_fields(tasks, openings)
     looked = []
-    for index in range(min(len(tasks), most) if fields else len(some)):
+    for index in range(min(len(tasks), most if fields or not hiding else 16)):
         if index % 64 == 0 and time.monotonic() > end:
             break
-        task = tasks[index] if fields else some[index]
+        task = tasks[index]
+        if not fields and not openings.get(task.id):
+            continue
         shown = (
             "\n".join(text_in(task.data.get(name)) for name in fields) if fields else opening_text(openings[task.id])
         )
@@ -193,11 +194,11 @@ def _hidden(task: Task, fields: Sequence[str], oracle: Oracle) -> str | None:
     return json.dumps(rest, default=str, sort_keys=True) if rest else None
 
 
-def hides(env: Environment, task: Task, opening: Sequence[Message]) -> bool:
+def hides(env: Environment, task: Task, opening: Sequence[Message], replies: bool) -> bool:
     """Whether a task may have more to it than its opening says: tools of its own, replies, images."""
     contents = [message.get("content") for message in opening]
     images = any(isinstance(content, list) and any(p.get("type") != "text" for p in content) for content in contents)
-    return images or overridden(env, "execute") or bool(env.tools_for(task)) or env.uses_workspace
+    return images or replies or bool(env.tools_for(task)) or env.uses_workspace
 
 
 def opening_text(messages: Sequence[Message]) -> str:
@@ -205,7 +206,9 @@ def opening_text(messages: Sequence[Message]) -> str:
     return "\n".join(text_of(message) for message in messages if message["role"] != "system")
 
 
-def _shown_fields(tasks: Sequence[Task], openings: Mapping[str, Sequence[Message]]) -> list[str]:
+def shown_fields(tasks: Sequence[Task], openings: Mapping[str, Sequence[Message]]) -> list[str]:
+    """The fields of tasks' data that openings show, by the first tasks; none, where these are little of them."""
+    tasks = [task for task in tasks[: min(len(tasks), 16)] if openings.get(task.id)]
     if not tasks:
         return []
     shown = []

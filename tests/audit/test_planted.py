@@ -2,7 +2,7 @@
 
 The bounds were fixed on those of `planted.py`. Of the 30 of `planted_later.py`, made afterwards, 27 were found at once;
 the other three led to a near miss, a comparison without case, and a wider cause. One twin was accused, rightly: its
-default `solved` could not be reached.
+default `solved` could not be reached. Four more were made of what the audit was known to miss.
 """
 
 import sys
@@ -51,7 +51,7 @@ def accused(twin: type[Environment]) -> list[str]:
     return _accused[twin]
 
 
-_FIRST = {one.good for one in PLANTED if not one.later}
+_FIRST = {one.good for one in PLANTED if one.missed or not one.later}
 TWINS = [
     pytest.param(twin, id=twin.__name__, marks=[pytest.mark.long] * (twin not in _FIRST))
     for twin in sorted({one.good for one in PLANTED}, key=lambda twin: twin.__name__)
@@ -66,7 +66,7 @@ def test_there_are_enough() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "one", [pytest.param(p, id=p.bad.__name__, marks=[pytest.mark.long] * p.later) for p in PLANTED]
+    "one", [pytest.param(p, id=p.bad.__name__, marks=[pytest.mark.long] * (p.later > p.missed)) for p in PLANTED]
 )
 def test_the_defect_is_found(one: Planted) -> None:
     assert not missed(one), said(audited(one.bad, one.limits))

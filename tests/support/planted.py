@@ -26,6 +26,8 @@ class Planted:
     good: type[Environment]
     later: bool = False
     """Whether it was planted after the bounds were fixed."""
+    missed: bool = False
+    """Whether the audit did not find it, and learnt to."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `rollout` that it needs."""
 
@@ -33,11 +35,13 @@ class Planted:
 PLANTED: list[Planted] = []
 
 
-def plant(name: str, *kinds: str, good: type[Environment], later: bool = False, **limits: Any) -> Any:
+def plant(
+    name: str, *kinds: str, good: type[Environment], later: bool = False, missed: bool = False, **limits: Any
+) -> Any:
     """Register the class below as the defect, and `good` as its twin."""
 
     def register(bad: type[Environment]) -> type[Environment]:
-        PLANTED.append(Planted(name, kinds, bad, good, later, limits))
+        PLANTED.append(Planted(name, kinds, bad, good, later, missed, limits))
         return bad
 
     return register

@@ -503,6 +503,37 @@ class Nowhere(Beside):
         return {"answer": None, "metadata": {"example_answer": task.data["place"][::-1]}}
 
 
+class Drawn(Sums):
+    """Tasks that name a place in a generator, which alone knows question and answer; any answer is the last."""
+
+    different = 1 << 30
+
+    def make(self, rng: Random, index: int) -> dict[str, Any]:
+        return {"index": index}
+
+    def drawn(self, task: Task) -> dict[str, Any]:
+        """What the generator says of a task."""
+        place = task.data["index"] % self.different
+        return super().make(Random(place), place)
+
+    async def create(self, session: Session, **create_kwargs: Any) -> list[Any]:
+        return [{"role": "user", "content": self.drawn(session.task)["question"]}]
+
+    async def execute(self, session: Session, message: Any) -> Reply:
+        return Reply(done=True)
+
+    async def calc_reward(self, session: Session, **kwargs: Any) -> Any:
+        return float(self.right(said(session), self.drawn(session.task)))
+
+    def stored(self, task: Task) -> Mapping[str, Any]:
+        return {"answer": self.drawn(task)["answer"]}
+
+
+@plant("a generator that knows few questions", "twice", "held_out", later=True, missed=True, good=Drawn)
+class FewDrawn(Drawn):
+    different = 20
+
+
 class Written(Small):
     """A word to be written into a file of the workspace, which the verifier reads."""
 

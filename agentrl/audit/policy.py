@@ -133,6 +133,7 @@ def _random(known: Knowledge, tools: Mapping[str, Tool]) -> Iterator[Attempt]:
     if tools:
         yield Attempt("random", "calls", lambda task: calling(known, 1), GUESS)
         yield Attempt("random", "calls, three a turn", lambda task: calling(known, 3), GUESS)
+        yield Attempt("random", "calls until the limit", lambda task: calling(known, 1, answers=False), GUESS)
 
 
 def _words(rng: Random, count: int = 12) -> str:
@@ -140,11 +141,11 @@ def _words(rng: Random, count: int = 12) -> str:
     return " ".join("".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(count))
 
 
-def calling(known: Knowledge, each: int) -> Voice:
-    """Random calls, `each` a turn, in all turns but the fourth, which answers at random."""
+def calling(known: Knowledge, each: int, answers: bool = True) -> Voice:
+    """Random calls, `each` a turn, in all turns but each fourth, which answers at random. answers: whether it does."""
 
     async def voice(seat: Seat) -> str:
-        if seat.number % 4 == 3 or not seat.tools:
+        if (answers and seat.number % 4 == 3) or not seat.tools:
             wrong = known.wrong(seat.task)
             return known.say(wrong[0])[0] if wrong else "Done."
         return "\n".join(random_call(seat.tools, seat.rng) for _ in range(each))

@@ -376,19 +376,19 @@ STEERING: Mapping[str, str] = {
 def _many(known: Knowledge, task: Task) -> Script | None:
     """The right answer among wrong ones, each said as an answer is, neither first nor last."""
     truths, wrong = known.truths(task), known.wrong(task, MANY)
-    if not truths or len(wrong) < 4:
+    if not truths or len(wrong) < 2:
         return None
     middle = len(wrong) // 2
     answers = [*wrong[:middle], truths[0], *wrong[middle:]]
     form = known.oracle.form or Form()
     if form.tool:
-        return [*(form.turns(answer)[0] for answer in answers[middle - 2 : middle + 3]), "Done."]
+        return [*(form.turns(answer)[0] for answer in answers[max(0, middle - 2) : middle + 3]), "Done."]
     return [plain_text("\n".join(form.text.format(x=answer) for answer in answers))]
 
 
 def _many_in_one(known: Knowledge, task: Task) -> Script | None:
     truths, wrong = known.truths(task), known.wrong(task, MANY)
-    if not truths or len(wrong) < 4:
+    if not truths or len(wrong) < 2:
         return None
     middle = len(wrong) // 2
     return known.say(", ".join([*wrong[:middle], truths[0], *wrong[middle:]]))
@@ -414,7 +414,7 @@ def near_misses(truth: str) -> Iterator[tuple[str, str]]:
         return  # a list, an object or a truth value: what lies near it is not known
     except ValueError:
         pass
-    if len(truth) >= 3 and "\n" not in truth and len(truth) < 60:
+    if len(truth) >= 2 and "\n" not in truth and len(truth) < 60:
         yield "its first letter", truth[0]
         yield "letters more", f"{truth}xq"
         yield "letters before it", f"xq{truth}"

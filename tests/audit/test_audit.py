@@ -134,6 +134,20 @@ class Living:
     running = True
 
 
+@pytest.mark.slow
+def test_a_model_plays_too(tmp_path: Path) -> None:
+    file = tmp_path / "audit.json"
+    given = ["audit", "gsm8k_tool", "rollout.max_turns=2", "rollout.max_turn_tokens=16", "--model", "tiny"]
+    assert main.run([*given, "--tasks", "2", "--seconds", "5", "--json", str(file)]) == 0
+    told = json.loads(file.read_text())
+    rows = {row["policy"]: row for row in told["policies"]}
+    assert rows["model 1"]["tasks"] == rows["model 0.3"]["tasks"] == 2
+    assert all(0.0 <= rows[name]["solved"] <= 1.0 for name in ("model 1", "model 0.3"))
+    lines = [f["line"] for f in told["findings"] if f["kind"] == "difficulty"]
+    assert {line.partition(" the model solves")[0] for line in lines} == {"at temperature 1", "at temperature 0.3"}
+    assert all("of 2 groups of 8 would teach it" in line for line in lines)
+
+
 @pytest.mark.long
 def test_openings_are_measured_by_the_tokenizer_of_a_recipe() -> None:
     recipe = load_recipe("gsm8k_tool", ["rollout.max_tokens=60", "rollout.max_turn_tokens=8"])

@@ -81,15 +81,22 @@ def calls(trajectories: list[Trajectory]) -> list[tuple[str, Any]]:
     return [(one["name"], one["arguments"]) for one in found]
 
 
+def checked(made: list[tuple[str, Any]]) -> int:
+    """Count the calls that have a name, and check them; the others were cut by max_turn_tokens. Raises KeyError,
+    ArgumentError."""
+    whole = [(name, arguments) for name, arguments in made if name]
+    for name, arguments in whole:
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        {one.name: one for one in TOOLS}[name].check(given)
+    return len(whole)
+
+
 def test_tools_that_were_never_seen_are_called_as_their_schemas_want() -> None:
     loose, strict = (play(strict_calls=on) for on in (False, True))
     assert not {name for name, _ in calls(loose)} & {one.name for one in TOOLS}
     whole = [t for t in strict if t.tool_uses]
     assert len(whole) >= 8
-    for name, arguments in calls(strict):
-        if name:  # else one that was cut by max_turn_tokens
-            kind = next(one for one in TOOLS if one.name == name)
-            kind.check(json.loads(arguments) if isinstance(arguments, str) else arguments)
+    assert checked(calls(strict))
     assert {name for name, _ in calls(strict)} & {"order_status", "place_order"}
 
 
@@ -127,14 +134,13 @@ def test_an_agent_that_offers_the_tools_itself_gets_such_calls() -> None:
         engine = LocalEngine(model, max_batch=16, max_context=800, tokenizer=tokenizer)
         served = ServedModel(engine, chat, RolloutSection(strict_calls=True, max_turn_tokens=60))
         try:
-            origins = [Origin(b"%d" % i) for i in range(8)]
-            return await asyncio.gather(*(served.complete(Call((asked,), tools=offered), one) for one in origins))
+            seeded = [Call((asked,), tools=offered, asked={"seed": seed}) for seed in range(16)]
+            return await asyncio.gather(*(served.complete(one, Origin(b"%d" % i)) for i, one in enumerate(seeded)))
         finally:
             await engine.close()
 
-    whole = [call["function"] for found in asyncio.run(run()) for call in found.message.get("tool_calls") or ()]
-    assert {call["name"] for call in whole if call["name"]} <= {one.name for one in TOOLS}
-    assert sum(bool(call["name"]) for call in whole) >= 4
+    made = [call["function"] for found in asyncio.run(run()) for call in found.message.get("tool_calls") or ()]
+    assert checked([(call["name"], call["arguments"]) for call in made]) >= 4
 
 
 async def test_a_turn_that_was_stopped_goes_on_where_its_call_was() -> None:

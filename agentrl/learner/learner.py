@@ -218,10 +218,10 @@ class Learner:
         if self.reference is not None:
             passes["reference_logprobs"] = self.reference.logprobs
         role_of = {"values": "critic", "old_logprobs": "actor", "reference_logprobs": "reference"}
-        calls = {
-            role_of[name]: partial(scattered, batch, chosen, passes[name])
-            for name, chosen in columns.items()
-            if name not in batch.tokens
+        calls = {  # in one order in every process: `columns` may come from a set
+            role_of[name]: partial(scattered, batch, columns[name], compute)
+            for name, compute in passes.items()
+            if name in columns and name not in batch.tokens
         }
         names = {role: name for name, role in role_of.items()}
         return batch.with_tokens(**{names[role]: found for role, found in self._at_once(calls).items()})

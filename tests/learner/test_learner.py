@@ -400,6 +400,19 @@ def test_the_coefficient_of_the_kl_follows_its_target(where: str, tmp_path: Path
     assert other.learn(groups)["train/grad_norm"] == pytest.approx(pulled, rel=1e-5)
 
 
+def test_passes_are_made_in_the_same_order_whatever_asks_for_them(tmp_path: Path) -> None:
+    """Where the order was that of a set, it was another one in each process, and ranks that learn in step parted."""
+    make_model().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    learner = alone(make_model(), make_recipe({"kl_coef": 0.1}, path=str(tmp_path)))
+    batch, made = actor_batch(make_groups(REWARDS)), list[list[str]]()
+    for names in (["old_logprobs", "reference_logprobs"], ["reference_logprobs", "old_logprobs"]):
+        bare = replace(batch, tokens={name: batch.tokens[name] for name in batch.tokens if name not in names})
+        found = learner._with_passes(bare, dict.fromkeys(names, batch.sampled > 0))
+        made.append([name for name in found.tokens if name in names])
+    assert made[0] == made[1] == ["old_logprobs", "reference_logprobs"]
+
+
 def test_a_loss_may_measure_with_a_gradient(recwarn: pytest.WarningsRecorder) -> None:
     """A user's loss returns what it measured as it is; nothing of torch's is printed into the progress for it."""
     measured = torch.tensor([1.0, 2.0], requires_grad=True)

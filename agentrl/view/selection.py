@@ -52,7 +52,7 @@ def as_table(samples: Sequence[Chosen], names: Json) -> Any:
 
     if not isinstance(names, list) or len(names) > _MOST_COLUMNS or not all(isinstance(name, str) for name in names):
         raise UserError(f"columns: expected at most {_MOST_COLUMNS} names")
-    said = {id(one.run): one.run.notes() for one in samples} if {"label", "notes"} & set(names) else {}
+    said = {id(one.run): one.run.notes() for one in samples} if {"label", "note", "notes"} & set(names) else {}
     values: dict[str, list[Json]] = {
         name: [] for name in dict.fromkeys(["run", "file", "row", "split", "step", *names])
     }
@@ -64,7 +64,9 @@ def as_table(samples: Sequence[Chosen], names: Json) -> Any:
         if not all(0 <= row < facts["rows"] for row in one.rows):
             raise UserError(f"{one.file}: changed meanwhile: choose again")
         place = next(file for file in one.run.state()["files"] if file["name"] == one.file)
-        fixed = {"run": one.run.name, "file": one.file, "split": place["split"], "step": place["step"]}
+        whole = place["step"] >= 0
+        fixed = {"run": one.run.name, "file": one.file, "split": place["split"] if whole else "in flight"}
+        fixed["step"] = place["step"] if whole else None
         notes = said.get(id(one.run), {}).get(one.file, {})
         for name, into in values.items():
             if name in fixed:
@@ -83,8 +85,10 @@ def _column(facts: Json, name: str, notes: Mapping[str, Json]) -> Callable[[int]
         return lambda row: (
             " ".join(dict.fromkeys(label for label, _ in notes.get(str(row), {}).get("labels", ()))) or None
         )
-    if name == "notes":
+    if name == "note":
         return lambda row: "\n".join(note["text"] for note in notes.get(str(row), {}).get("notes", ())) or None
+    if name == "notes":
+        return lambda row: len(notes.get(str(row), {}).get("notes", ()))
     if name.startswith("part."):
         part = facts["parts"].get(name.removeprefix("part."))
         return lambda row: part[row] if isinstance(part, list) else part

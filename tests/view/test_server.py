@@ -161,13 +161,14 @@ async def test_notes_are_written_by_the_page_alone_and_told_to_all(tmp_path: Pat
 
 async def test_a_selection_is_given_as_a_file(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "=run")
-    write_change(folder, Change("label", "test-tree#0", "odd", None, "eval_test_2.parquet"))
+    for kind, value, turn in (("label", "odd", None), ("note", "seen,\nby us", None), ("note", "again", 0)):
+        write_change(folder, Change(kind, "test-tree#0", value, turn, "eval_test_2.parquet"))
     shown = Shown(Catalog([folder]), token=TOKEN)
     samples = [
         {"run": "=run", "file": "eval_test_2.parquet", "rows": [10, 11]},
         {"run": "=run", "file": "step_1.parquet", "rows": [1]},
     ]
-    names = ["task", "reward", "part.answer", "kind", "label", "data.question", "nothing"]
+    names = ["task", "reward", "part.answer", "kind", "label", "note", "notes", "data.question", "nothing"]
 
     async with TestClient(TestServer(make_app(shown)), headers={HEADER: TOKEN}) as client:
 
@@ -179,14 +180,16 @@ async def test_a_selection_is_given_as_a_file(tmp_path: Path) -> None:
         rows = pq.read_table(io.BytesIO(data)).to_pylist()
         assert rows[1] == {
             "run": "=run", "file": "eval_test_2.parquet", "row": 11, "split": "test", "step": 2, "task": "test-tree",
-            "reward": 1.0, "part.answer": 1.0, "kind": "even", "label": "odd", "data.question": "What is test-tree?",
-            "nothing": None,
+            "reward": 1.0, "part.answer": 1.0, "kind": "even", "label": "odd", "note": "seen,\nby us\nagain",
+            "notes": 2, "data.question": "What is test-tree?", "nothing": None,
         }  # fmt: skip
+        assert (rows[0]["note"], rows[0]["notes"]) == (None, 0)
         _, data = await ask(**{"as": "csv"})
-        assert [row["task"] for row in csv.DictReader(io.StringIO(data.decode()))] == [r["task"] for r in rows]
+        told = list(csv.DictReader(io.StringIO(data.decode(), newline="")))
+        assert [(r["task"], r["note"]) for r in told] == [(r["task"], r["note"] or "") for r in rows]
         _, data = await ask(**{"as": "jsonl"})
-        told = [json.loads(line)["messages"] for line in data.splitlines()]
-        assert [one[-1]["content"] for one in told] == [HOSTILE, "left", "right", "#### 1"]
+        spoken = [json.loads(line)["messages"] for line in data.splitlines()]
+        assert [one[-1]["content"] for one in spoken] == [HOSTILE, "left", "right", "#### 1"]
         for wrong in (
             {"as": "exe"}, {"as": ["csv"]}, {"as": "csv", "samples": 3}, {"as": "csv", "samples": [3]},
             {"as": "csv", "columns": [3]}, {"as": "csv", "samples": [{**samples[0], "file": "../recipe.yaml"}]},

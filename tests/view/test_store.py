@@ -11,6 +11,7 @@ from view_help import HOSTILE, LENGTH, failed, group, journal, run_folder, traje
 from agentrl.errors import UserError
 from agentrl.models import embedded_path
 from agentrl.view.pieces import reader
+from agentrl.view.selection import Chosen, as_table
 from agentrl.view.store import RunStore, column
 
 
@@ -213,6 +214,8 @@ def test_what_is_in_flight_is_shown_too(tmp_path: Path) -> None:
     (file,) = store.state()["files"]
     assert (file["name"], file["step"]) == ("in_flight.jsonl", -1)
     assert store.index(["in_flight.jsonl"])["in_flight.jsonl"]["task"] == ["a", "b"]
+    (told,) = as_table([Chosen(store, "in_flight.jsonl", [0])], ["task"]).to_pylist()
+    assert (told["split"], told["step"], told["task"]) == ("in flight", None, "a")  # as the page says
 
 
 def test_logs_go_on_where_they_ended_and_are_told_by_name_alone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -18,6 +19,7 @@ from vision_help import file_of, picture
 from agentrl.cli.main import run
 from agentrl.eval.notes import Change, write_change
 from agentrl.learner.monitors import WATCHED
+from agentrl.plugins.types import Task
 from agentrl.trajectory import Span
 from agentrl.view.catalog import Catalog
 from agentrl.view.freeze import write_report
@@ -420,6 +422,45 @@ def test_a_run_that_goes_on_is_followed(browser: Browser, served: Served) -> Non
     browser.until("app.samples.count === 148")
     assert browser.evaluate("app.samples.column.step[app.list[0]]") == 3
     assert browser.errors == []
+
+
+def test_names_that_are_no_words_are_typed_in_quotes(browser: Browser, tmp_path: Path) -> None:
+    """Names of fields and of reward parts are anybody's, also those of columns and of other names for these."""
+    groups = []
+    for n in range(6):
+        data = {"question type": "a trip" if n % 2 else 'a "b"', "length": n % 3, "step": n < 2, "3d:": n > 0}
+        one = replace(trajectory(f"t{n}"), task=Task(f"t{n}", data), rewards={"format/strict": n / 10})
+        groups.append(group(one))
+    journal(tmp_path).evaluation("test", 0, groups, lambda t: t.reward > 0)
+    one = Served(tmp_path)
+    browser.open(one.address)
+    browser.until(READY)
+    for asked, count in (
+        ('"question type":"a trip"', 3), ("part.format/strict<0.2", 2), ('"part.format/strict"<0.2', 2),
+        ("data.length=2", 2), ("length=12", 6), ('"3d:":false', 1),
+        ('NOT "3d:":false "question type":"a *b*"', 2),
+    ):  # fmt: skip
+        go(browser, f"#samples?{urlencode({'q': asked})}", f"app.list.length === {count}")
+        assert browser.evaluate("document.querySelector('main .bad:not([role=img])')") is None, asked
+    field = "document.querySelector('[aria-label=\"task field\"]')"
+    go(browser, "#samples", field)
+    values = browser.evaluate(f"[...{field}.options].map((one) => [one.value, one.textContent])")
+    assert len(values) == 1 + 2 + 3 + 2 + 2
+    for value, shown in values[1:]:
+        browser.evaluate(f"{field}.value = {json.dumps(value)}, {field}.dispatchEvent(new Event('change'))")
+        assert browser.evaluate(f"{field}.value") == value
+        assert 0 < browser.evaluate("app.list.length") < 6, shown
+    go(browser, "#samples?sort=-data.length&cols=task,data.length", "app.list.length === 6")
+    assert browser.evaluate("app.list.map((i) => app.samples.data(i).length)") == [2, 2, 1, 1, 0, 0]
+    go(browser, "#samples", "app.list.length === 6")
+    browser.key("/")
+    browser.write("typ")
+    for key in ("ArrowDown", "Enter", "ArrowDown", "ArrowDown", "Enter"):
+        browser.key(key)
+    assert browser.evaluate("document.activeElement.value") == '"question type":"a trip" '
+    browser.until("app.list.length === 3")
+    browser.evaluate("localStorage.removeItem('agentrl-columns')")
+    one.close()
 
 
 def test_a_curve_stands_over_steps_tokens_time_or_cost_with_its_interval(browser: Browser, tmp_path: Path) -> None:

@@ -258,7 +258,8 @@ export class Samples {
   sorted(sort) {
     if (!this.orders.has(sort)) {
       const name = sort.replace(/^-/, "");
-      const values = this.column[name] ?? (this.fields.has(name) ? Array.from({ length: this.count }, (_, i) => this.data(i)[name] ?? null) : undefined);
+      const field = name.replace(/^data\./, "");
+      const values = this.column[name] ?? (this.fields.has(field) ? Array.from({ length: this.count }, (_, i) => this.data(i)[field] ?? null) : undefined);
       const order = Uint32Array.from({ length: this.count }, (_, i) => i);
       if (values !== undefined) order.sort(comparison(values, sort.startsWith("-") ? -1 : 1));
       this.orders.set(sort, order);

@@ -1,4 +1,5 @@
-// The language of the field above the table: `reward<1 AND (tool:search OR "left over") NOT label:good`.
+// The language of the field above the table: `reward<1 AND (tool:search OR "left over") NOT label:good`. A name that is no
+// word is quoted: `"question type":trip`.
 
 // What can be asked for, and what it is. Reward parts are `part.NAME`; fields of the tasks' data by their names.
 export const NAMES = {
@@ -14,7 +15,10 @@ export const NAMES = {
 };
 const SETS = new Set(["tool", "failed_tool", "scan", "label"]); // columns that hold several names, with spaces between
 const ALIASES = { errors: "tool_errors", time: "total_s", seconds: "total_s", length: "tokens" };
-const TOKEN = /\s*(?:(\()|(\))|(AND|OR|NOT)(?![^\s()])|([\p{L}_][\p{L}\p{N}_.-]*)(<=|>=|!=|:|=|<|>)("[^"]*"?|[^\s()]*)|("[^"]*"?)|([^\s()"]+))/uy;
+const NAME = String.raw`[\p{L}_][^\s()"<>=!:]*`;
+const BARE = new RegExp(`^${NAME}$`, "u");
+const ASKED = String.raw`(${NAME}|"[^"]+")(<=|>=|!=|:|=|<|>)`; // a name and what follows it
+const TOKEN = new RegExp(String.raw`\s*(?:(\()|(\))|(AND|OR|NOT)(?![^\s()])|${ASKED}("[^"]*"?|[^\s()]*)|("[^"]*"?)|([^\s()"]+))`, "uy");
 
 class QueryError extends Error {}
 
@@ -23,7 +27,9 @@ const bare = (text) => {
   return text.replace(/^"(.*)"$/s, "$1");
 };
 
-export const quoted = (value) => (/[\s()"]/.test(value) || value === "" ? `"${value.replaceAll('"', "")}"` : value);
+// A value as it is typed; a " in it cannot be, and * stands for anything.
+export const quoted = (value) => (/[\s()"]/.test(value) || value === "" ? `"${value.replaceAll('"', "*")}"` : value);
+const quotedName = (name) => (BARE.test(name) ? name : `"${name}"`);
 
 function lexed(text) {
   const found = [];
@@ -33,7 +39,7 @@ function lexed(text) {
     const at = TOKEN.lastIndex;
     if (m[1] || m[2]) found.push({ kind: m[1] ?? m[2] });
     else if (m[3]) found.push({ kind: m[3] });
-    else if (m[4]) found.push({ kind: "is", name: m[4], sign: m[5], value: bare(m[6]), text: m[0].trim() });
+    else if (m[4]) found.push({ kind: "is", name: bare(m[4]), sign: m[5], value: bare(m[6]), text: m[0].trim() });
     else found.push({ kind: "text", text: bare(m[7] ?? m[8]) });
     TOKEN.lastIndex = at;
   }
@@ -105,9 +111,17 @@ function nearest(name, known) {
 
 export function names(samples) {
   const parts = Object.keys(samples.column).filter((name) => name.startsWith("part."));
-  const fields = [...samples.fields.keys()].filter((name) => !Object.hasOwn(NAMES, name));
+  const fields = [...samples.fields.keys()].map((name) => fieldName(samples, name));
   return new Map([...Object.entries(NAMES), ...parts.map((name) => [name, "a part of the reward"]), ...fields.map((name) => [name, "a field of the task's data"])]);
 }
+
+// The name of a field of the tasks, where a column has it too: `data.NAME`.
+function fieldName(samples, name) {
+  return Object.hasOwn(samples.column, name) || Object.hasOwn(ALIASES, name) ? `data.${name}` : name;
+}
+
+// The condition that a field of the tasks has a value, as it is typed.
+export const fieldIs = (samples, name, value) => `${quotedName(fieldName(samples, name))}:${quoted(value)}`;
 
 // A function from a sample to its value, or null for an unknown name.
 export function valueOf(samples, given) {
@@ -202,20 +216,21 @@ function valuesOf(samples, name, of = valueOf(samples, name)) {
 }
 
 const MOST = 12; // suggestions
+const OPEN = new RegExp(`^${ASKED}"?([^"]*)$`, "u"); // a condition that is being typed
 
 // What may stand where the cursor is: {from, options: [[text, meaning]]}; `from` is where the text begins that one replaces.
 export function suggestions(text, cursor, samples) {
   const before = text.slice(0, cursor);
   const typed = /(?:[^\s()"]|"[^"]*"?)*$/.exec(before)[0];
   const from = cursor - typed.length;
-  const m = /^([\p{L}_][\p{L}\p{N}_.-]*)(<=|>=|!=|:|=|<|>)"?([^"]*)$/u.exec(typed);
+  const m = OPEN.exec(typed);
   if (m) {
-    const name = ALIASES[m[1]] ?? m[1];
+    const name = bare(ALIASES[m[1]] ?? m[1]);
     const of = valueOf(samples, name);
     if (of === null || name === "note" || /[<>]/.test(m[2])) return { from, options: [] };
     const every = [...valuesOf(samples, name, of)].filter(([value]) => String(value).toLowerCase().includes(m[3].toLowerCase()));
     every.sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1));
-    const given = every.filter(([value]) => String(value).length <= 80 && !String(value).includes('"')).slice(0, MOST);
+    const given = every.filter(([value]) => String(value).length <= 80).slice(0, MOST);
     return { from, options: given.map(([value, count]) => [`${m[1]}${m[2]}${quoted(String(value))}`, `${count.toLocaleString("en-US")} samples`]) };
   }
   if (typed.startsWith('"')) return { from, options: [] };
@@ -227,5 +242,5 @@ export function suggestions(text, cursor, samples) {
     const first = samples.column[name]?.find((v) => v !== null);
     return typeof first === "number" && name !== "step";
   };
-  return { from, options: [...words, ...known.map(([name, what]) => [`${name}${numeric(name) ? "<" : ":"}`, what])].slice(0, MOST) };
+  return { from, options: [...words, ...known.filter(([name]) => !name.includes('"')).map(([name, what]) => [`${quotedName(name)}${numeric(name) ? "<" : ":"}`, what])].slice(0, MOST) };
 }

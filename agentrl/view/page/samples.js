@@ -1,7 +1,7 @@
 // Every sample of every step and split: a table to filter and sort.
 
 import { h, LongList, choice, copyButton, download, number, replace, seconds, later } from "./dom.js";
-import { names, query, quoted, suggestions, valueOf } from "./query.js";
+import { fieldIs, names, query, suggestions, valueOf } from "./query.js";
 
 const AT_ONCE = 64; // files that are searched together
 const REDRAW = 400; // milliseconds between drawings of what was found so far: to draw takes longer than to search
@@ -244,8 +244,8 @@ export function samplesView(app, params) {
       const there = [...new Set(samples.column[key].flatMap((one) => (one ? one.split(" ") : [])))].sort();
       if (there.length) term(name, there.map((one) => [`${key}:${one}`, one]));
     }
-    const fields = [...samples.fields].filter(([, values]) => values.size > 1 && values.size <= 40);
-    if (fields.length) term("task field", fields.flatMap(([name, values]) => [...values].map(String).sort().map((v) => [`${name}:${quoted(v)}`, `${name}: ${v}`])));
+    const fields = [...samples.fields].filter(([name, values]) => values.size > 1 && values.size <= 40 && !name.includes('"'));
+    if (fields.length) term("task field", fields.flatMap(([name, values]) => [...values].map(String).sort().map((v) => [fieldIs(samples, name, v), `${name}: ${v}`])));
     if (Object.keys(filter).some((key) => key !== "cols" && filter[key])) found.push(h("button", { onclick: clear }, "Clear"));
     replace(bar, found);
     if (focused) bar.querySelector(`[aria-label="${focused}"]`)?.focus();

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from agentrl.eval.scan import Found, Many
     from agentrl.rollout.trajectory_file import Stored
 
-_JUDGE = "judge"  # the column of a judge's findings
-
 
 def scan_command(
     run: Annotated[str, Argument(metavar="RUN", help="A folder of a run or an evaluation.")],
@@ -40,7 +38,7 @@ def scan_command(
 ) -> None:
     """Scan stored conversations for loops, refusals, empty and leaked answers, reward without work, tests that were
     touched, copied numbers, and by scanners of your own; `why`, `view` and `compare` read what is found."""
-    from agentrl.eval.scan import Scan
+    from agentrl.eval.scan import Scan, judge_column
     from agentrl.eval.scanners import SCANNERS
     from agentrl.plugins.registry import find, installed
 
@@ -52,11 +50,15 @@ def scan_command(
             if name not in known:
                 raise UserError(f"--scanner {name}: there is no such scanner{nearest(name, known)}")
             find("scanners", name)
-    if judge is not None and model is None:
-        raise UserError("--judge: name the model that judges: --model NAME (and --base-url URL, if it is your own)")
-    many: dict[str, Many] = {} if judge is None or model is None else {_JUDGE: _judge(judge, model, base_url)}
+    many: dict[str, Many] = {}
+    questions: dict[str, str] = {}
+    if judge is not None:
+        if model is None:
+            raise UserError("--judge: name the model that judges: --model NAME (and --base-url URL, if it is your own)")
+        column = judge_column(Path(run), judge)
+        many[column], questions[column] = _judge(judge, model, base_url), judge
     chosen = () if judge is not None and scanner is None else names
-    with Scan(chosen, many, seconds) as scan:
+    with Scan(chosen, many, seconds, questions) as scan:
         found = [(one, scan.file(one.path)) for one in files]
     if as_json:
         typer.echo(json.dumps([{"file": one.path.name, "findings": columns} for one, columns in found], indent=1))
@@ -112,7 +114,7 @@ def _judge(question: str, model: str, base_url: str | None) -> "Many":
     async def asked(samples: "list[Sample]") -> list[str | None]:
         async def one(sample: Sample) -> str | None:
             try:
-                return "yes" if await made.score(sample) >= 0.5 else None
+                return question if await made.score(sample) >= 0.5 else None
             except InfrastructureError as error:
                 raise UserError(f"--judge: {error}") from error
 

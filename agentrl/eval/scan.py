@@ -1,18 +1,20 @@
 """Scans of stored samples: each scanner's findings as a column beside the file of trajectories that it read.
 
 `RUN/scans/<file>.parquet` has a row for each sample, in the order of the file: its `request`, and a text for each
-scanner, null where it found nothing. `why`, the page of runs and comparisons read them by `read_findings`.
+scanner, null where it found nothing; a judge's is its question, which its column names too. `why`, the page of runs and
+comparisons read them by `read_findings`.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl.checkpoint.disk import flush_file
-from agentrl.checkpoint.run_folder import scan_path
+from agentrl.checkpoint.run_folder import SCANS, scan_path
 from agentrl.errors import UserError
 from agentrl.eval.scanners import SCANNERS
 from agentrl.plugins.scanner import Scanned
@@ -25,6 +27,7 @@ REQUEST = "request"
 SECONDS = 10.0
 """Seconds that a scanner of a stranger may take over a sample."""
 _ERRORS = 3  # samples of a file over which a scanner may fail before it is given up
+_JUDGE, _QUESTION = "judge", b"question"  # the column of a judge's first question, and what holds the question of one
 
 Found = list[str | None]
 """What a scanner found in each sample of a file."""
@@ -35,13 +38,20 @@ Many = Callable[[Sequence[Scanned]], Sequence[str | None]]
 class Scan:
     """Scanners by name, at work. many: further ones, which take the samples of a file at once.
 
-    seconds: that a scanner of a stranger may take over a sample. Leave it as a context: it ends their processes.
+    seconds: that a scanner of a stranger may take over a sample. questions: of those among `many` that are judges.
+    Leave it as a context: it ends the processes of strangers.
     """
 
-    def __init__(self, names: Sequence[str], many: Mapping[str, Many] | None = None, seconds: float = SECONDS) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        many: Mapping[str, Many] | None = None,
+        seconds: float = SECONDS,
+        questions: Mapping[str, str] | None = None,
+    ) -> None:
         self._foreign = {name: ScannerProcess(name, seconds) for name in names if name not in SCANNERS}
         self._own = {name: SCANNERS[name] for name in names if name in SCANNERS}
-        self._many = dict(many or {})
+        self._many, self._questions = dict(many or {}), dict(questions or {})
         self.notes: list[str] = []
         """What could not be scanned, as lines."""
 
@@ -68,7 +78,7 @@ class Scan:
         for name, many in self._many.items():
             for (index, _), note in zip(there, many([sample for _, sample in there]), strict=True):
                 found[name][index] = note
-        keep(path, [_request(record) for record in records], found)
+        keep(path, [_request(record) for record in records], found, self._questions)
         return found
 
     def _foreign_scan(
@@ -116,11 +126,19 @@ def _request(record: Record) -> str:
     return str(record.get("request") or f"{record.get('task')}#{record.get('sample')}")
 
 
-def keep(path: Path, requests: Sequence[str], found: Mapping[str, Found]) -> None:
-    """Write findings beside a file of trajectories; those of other scanners, of the same samples, stay."""
-    former = _read(path, requests)
-    columns = {name: pa.array(values, pa.string()) for name, values in {**former, **found}.items()}
-    table = pa.table({REQUEST: pa.array(requests, pa.string()), **columns})
+def keep(
+    path: Path, requests: Sequence[str], found: Mapping[str, Found], questions: Mapping[str, str] | None = None
+) -> None:
+    """Write findings beside a file of trajectories; those of other scanners, of the same samples, stay. questions: of
+    judges, by the name of their scanner."""
+    table = _read(path, requests)
+    if table is None:
+        table = pa.table({REQUEST: pa.array(requests, pa.string())})
+    for name, values in found.items():
+        question = (questions or {}).get(name)
+        field = pa.field(name, pa.string(), metadata=None if question is None else {_QUESTION: question})
+        column, at = pa.array(values, pa.string()), table.schema.get_field_index(name)
+        table = table.append_column(field, column) if at < 0 else table.set_column(at, field, column)
     place = scan_path(path)
     beside = place.with_name(f".{place.name}.new")
     try:
@@ -141,21 +159,34 @@ def read_findings(path: Path) -> dict[str, Found]:
         requests = [str(row["request"]) for row in read_rows(path, ["request"])]
     else:
         requests = [_request(record) for record in read_records(path)]
-    return _read(path, requests)
+    table = _read(path, requests)
+    return {} if table is None else {name: table[name].to_pylist() for name in table.column_names if name != REQUEST}
 
 
-def _read(path: Path, requests: Sequence[str]) -> dict[str, Found]:
+def _read(path: Path, requests: Sequence[str]) -> pa.Table | None:
+    """The findings beside a file of trajectories, and REQUEST; None where there are none of these samples."""
     try:
         table = pq.read_table(scan_path(path))
-        if REQUEST not in table.column_names or table[REQUEST].to_pylist() != list(requests):
-            return {}
-        return {
-            name: table[name].to_pylist()
-            for name in table.column_names
-            if name != REQUEST and pa.types.is_string(table[name].type)
-        }
     except (OSError, pa.ArrowException):
-        return {}
+        return None
+    if REQUEST not in table.column_names or table[REQUEST].to_pylist() != list(requests):
+        return None
+    return table.select([field.name for field in table.schema if pa.types.is_string(field.type)])
+
+
+def judge_column(run: Path, question: str) -> str:
+    """The column of a judge's question in the scans of a run: the one that holds it already, or the first that holds
+    no other: `judge`, `judge_2`, ..."""
+    held: dict[str, set[str]] = {}
+    for place in (run / SCANS).glob("*.parquet"):
+        try:
+            schema = pq.read_schema(place)
+        except (OSError, pa.ArrowException):
+            continue
+        for field in schema:
+            held.setdefault(field.name, set()).add((field.metadata or {}).get(_QUESTION, b"").decode())
+    names = (_JUDGE if number == 1 else f"{_JUDGE}_{number}" for number in count(1))
+    return next(name for name in names if held.get(name, {question}) == {question})
 
 
 def shares(found: Mapping[str, Found], solved: Sequence[bool | None]) -> Iterator[tuple[str, int, int, int]]:

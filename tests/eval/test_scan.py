@@ -15,7 +15,7 @@ from why_help import answer, call, result, sample, stored, user
 
 from agentrl.cli import main
 from agentrl.eval.outcome import read_outcomes
-from agentrl.eval.scan import Scan, keep, read_findings
+from agentrl.eval.scan import Scan, judge_column, keep, read_findings
 from agentrl.eval.scanners import SCANNERS
 from agentrl.eval.why import diagnose
 from agentrl.plugins.scanner import Scanned
@@ -216,6 +216,28 @@ def test_what_a_judge_finds_is_a_column(run: Path) -> None:
     assert read_findings(path)["judge"][:3] == [None, "yes", None]
 
 
+def test_each_question_of_a_judge_has_a_column_of_its_own(run: Path) -> None:
+    path = run / "trajectories" / "eval_test_5.parquet"
+
+    def ask(question: str, word: str) -> str:
+        def judge(samples: Any) -> list[str | None]:
+            return [question if word in one.answer else None for one in samples]
+
+        column = judge_column(run, question)
+        with Scan([], {column: judge}, questions={column: question}) as scan:
+            scan.file(path)
+        return column
+
+    assert [ask("Rude?", REFUSED), ask("Late?", "late"), ask("Rude?", "14!")] == ["judge", "judge_2", "judge"]
+    with Scan(["refusal"]) as scan:
+        scan.file(path)
+    found = read_findings(path)
+    assert (found["judge"][:2], set(found["judge_2"])) == (["Rude?", None], {None})
+    assert [judge_column(run, question) for question in ("Late?", "New?")] == ["judge_2", "judge_3"]
+    keep(path, [f"{n}#0" for n in range(40)], {"judge_3": [None] * 40})  # as before questions were kept
+    assert judge_column(run, "New?") == "judge_4"
+
+
 @pytest.mark.slow
 async def test_a_judge_at_an_endpoint_is_asked_of_every_sample(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -241,7 +263,7 @@ async def test_a_judge_at_an_endpoint_is_asked_of_every_sample(
     assert len(asked) >= 2, "alike conversations may be asked about once"
     assert all("Question: Does it (refuse)?" in text for text in asked)
     found = read_findings(run / "trajectories" / "eval_test_5.parquet")["judge"]
-    assert found == [None, "yes"] * 20
+    assert found == [None, "Does it {refuse}?"] * 20
     assert await asyncio.to_thread(main.run, [*words, f"{url}/v1", "--judge", "Is it gone?"]) == 2
     assert re.match(r"error: --judge: judge grader at http://127\.0\.0\.1.*\n$", capsys.readouterr().err)
     assert read_findings(run / "trajectories" / "eval_test_5.parquet")["judge"] == found

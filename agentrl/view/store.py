@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -42,6 +43,7 @@ _MOST_LOGS = 200
 _FIELD = 80  # characters of a value of a task's data by which one can filter
 _PARTS = 64  # reward parts by which one can filter
 _PREVIEW = 200  # characters of a prompt in the table
+_STILL = 3600  # seconds after which a run of another machine that writes nothing counts as over
 
 
 def is_run(folder: Path) -> bool:
@@ -280,7 +282,6 @@ class RunStore:
         """Take a change of notes and labels that a page sends, and return all of them. Raises UserError: it is none, or
         cannot be written."""
         import getpass
-        import time
 
         from agentrl.eval.notes import change_of, write_change
 
@@ -397,15 +398,18 @@ def _file_version(path: Path) -> str:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process of this machine says that it trains there. (Asking the kernel for the lock would keep a
-    run that starts at that moment from getting it.)"""
+    """Whether a process says that it trains there, and lives; of another machine's it is not known, which counts as
+    long as the run wrote something within _STILL. (Asking the kernel for the lock would keep a run that starts at that
+    moment from getting it.)"""
     try:
         text = (folder / LOCK).read_text(encoding="utf-8", errors="replace")[:200]
     except OSError:
         return False
     m = re.fullmatch(r"process (\d{1,9}) on (.+)", text.strip())
-    if m is None or m[2] != socket.gethostname():
-        return m is not None
+    if m is None:
+        return False
+    if m[2] != socket.gethostname():
+        return time.time() - _last_written(folder) < _STILL
     try:
         os.kill(int(m[1]), 0)
     except ProcessLookupError:
@@ -413,6 +417,17 @@ def is_training(folder: Path) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _last_written(folder: Path) -> float:
+    """When a run last wrote something."""
+    stored = folder / TRAJECTORIES
+    names = (LOCK, METRICS, LOG, CHECKPOINTS)
+    found = [0.0]
+    for path in (*(folder / name for name in names), stored, stored / IN_FLIGHT, *_entries(folder / LOGS)):
+        with suppress(OSError):
+            found.append(path.stat().st_mtime)
+    return max(found)
 
 
 def read_json(path: Path) -> Json:

@@ -199,6 +199,19 @@ def test_a_run_trains_while_its_process_lives(tmp_path: Path) -> None:
         assert store.state()["training"] == trains
 
 
+def test_a_run_of_another_machine_trains_while_it_writes(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, "run")
+    lock, flying = tmp_path / ".lock", tmp_path / "trajectories" / "in_flight.jsonl"
+    lock.write_text("process 1 on another-machine")
+    assert store.state()["training"]
+    os.utime(lock, (0, 0))
+    assert not store.state()["training"]
+    flying.parent.mkdir()
+    flying.touch()
+    os.utime(flying.parent, (0, 0))
+    assert store.state()["training"]
+
+
 def test_secrets_of_a_recipe_are_not_shown(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("tools: [{name: search, args: {api_key: abcdefghijkl}}]\n")
     assert "abcdefghijkl" not in json.dumps(RunStore(tmp_path, "run").state())

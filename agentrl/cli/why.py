@@ -35,9 +35,9 @@ def why_command(
     """Say why samples are unsolved: what their calls came to, what they have more often than solved samples, and what
     changed since the start."""
     chosen = _chosen(Path(run), split or [], step)
-    from agentrl.eval.why import diagnose
+    from agentrl.eval.why import diagnose, turn_limit_of
 
-    piece, limit = _pieces(Path(run)), partial(_turn_limit, Path(run))
+    piece, limit = _pieces(Path(run)), partial(turn_limit_of, Path(run))
     found = [
         (now, diagnose(now.path, first and first.path, piece=piece, turn_limit=limit(now.evaluation)))
         for now, first in chosen
@@ -89,22 +89,6 @@ def _pieces(run: Path) -> "Callable[[int], str] | None":
     except UserError:
         return None
     return lru_cache(None)(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
-
-
-def _turn_limit(run: Path, evaluation: bool) -> int | None:
-    """The tokens that a turn might have, by the run's recipe; None where that cannot be read."""
-    from agentrl.checkpoint.run_folder import recipe_of
-    from agentrl.recipe.load import load_recipe
-
-    try:
-        path, folder = recipe_of(str(run))
-        recipe = load_recipe(path) if folder else None
-    except UserError:
-        return None
-    if recipe is None:
-        return None
-    limits = recipe.rollout.changed(**recipe.eval.rollout) if evaluation else recipe.rollout
-    return limits.max_turn_tokens
 
 
 def _print(run: str, now: "Stored", first: "Stored | None", found: "Diagnosis") -> None:

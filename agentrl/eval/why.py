@@ -26,7 +26,7 @@ from agentrl.eval.scanners import PHRASES
 from agentrl.eval.signs import UNSURE, Said, Sign, changed, ended, miscopied, repeated, said, unsure
 from agentrl.plugins.types import Json
 from agentrl.rollout.call_counts import CallCounts, CallFault, add_row
-from agentrl.rollout.trajectory_file import Record, Row, read_batches, read_records, read_rows
+from agentrl.rollout.trajectory_file import Record, Row, read_batches, read_records, read_rows, stored_files
 
 CHANCE = 0.05
 """Probability, under chance alone, of any cause of a kind being listed."""
@@ -213,8 +213,25 @@ class _Tally:
 
 
 def reasons(path: Path, first: Path | None, piece: Callable[[int], str] | None) -> dict[str, Json]:
-    """`diagnose` as JSON values, for the page of a run."""
-    return diagnose(path, first, piece=piece).json()
+    """`diagnose` as JSON values, for the page of a run; `turn_limit` is that of the run's recipe."""
+    evaluation = any(one.evaluation for one in stored_files(path.parent) if one.path == path)
+    return diagnose(path, first, piece=piece, turn_limit=turn_limit_of(path.parent.parent, evaluation)).json()
+
+
+def turn_limit_of(run: Path, evaluation: bool) -> int | None:
+    """The tokens that a turn of a run might have, by its recipe; None where that cannot be read."""
+    from agentrl.checkpoint.run_folder import recipe_of
+    from agentrl.recipe.load import load_recipe
+
+    try:
+        path, folder = recipe_of(str(run))
+        recipe = load_recipe(path) if folder else None
+    except UserError:
+        return None
+    if recipe is None:
+        return None
+    limits = recipe.rollout.changed(**recipe.eval.rollout) if evaluation else recipe.rollout
+    return limits.max_turn_tokens
 
 
 class _Counted:

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 from why_help import TEXT, answer, call, result, sample, stored, user
 
+from agentrl.chat.calls import UNREADABLE
 from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.eval.signs import miscopied, repeated, said, unsure
-from agentrl.eval.why import Diagnosis, diagnose, fisher
+from agentrl.eval.why import Diagnosis, diagnose, fisher, reasons
 from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, ToolUse, Trajectory
 
 SUM, WRITTEN = call({"expression": "22/15"}), ['<call>{"x": "', "22", "/", '15"}', "<end>"]
@@ -146,6 +147,17 @@ def test_chance_makes_no_cause(tmp_path: Path, each: int) -> None:
             for index in range(each)
         ]
     assert diagnose(stored(tmp_path, 1, samples)).causes == ()
+
+
+@pytest.mark.parametrize(("split", "name"), [("test", "calls_cut"), ("train", "calls_unreadable")])
+def test_the_page_is_told_of_calls_that_the_turn_limit_cut(tmp_path: Path, split: str, name: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {path: tiny}\nenv: {name: gsm8k}\neval: {rollout: {max_turn_tokens: 6}}\n"
+    )
+    cut = ToolUse("", 0, 0.1, f"model: {UNREADABLE}")
+    path = stored(tmp_path, 1, [sample(n, True, tool_uses=(cut,)) for n in range(8)], split)
+    (fault,) = reasons(path, None, None)["faults"]
+    assert fault["name"] == name
 
 
 def test_where_none_was_solved_what_many_did_is_listed(tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def why(path: Path, first: Path | None, piece: object) -> dict[str, object]:
     }  # fmt: skip
     return {
         "file": path.name, "samples": 10, "unsolved": 5, "below": None, "lost": 0, "first_file": first and first.name,
-        "first_samples": 10, "first_unsolved": 7, "causes": [cause], "gone": [], "unexplained": 1, "notes": [],
+        "first_samples": 10, "first_unsolved": 7, "unexplained": 1, "notes": [], "gone": [],
+        "causes": [cause, *({**cause, "kind": kind} for kind in ("slow", "says", "scan", "files"))],
     }  # fmt: skip
 
 
@@ -402,6 +403,10 @@ def test_the_errors_page_leads_to_an_example(browser: Browser, served: Served) -
         "5 of 10 samples are unsolved",
         "7 of 10 (70.0 %)",
         "a number copied wrongly",
+        "a slow call",
+        "a phrase that it says",
+        "what a scanner found",
+        "a change of its workspace",
         "+20.0 points",
         '"22/15"',
     ):

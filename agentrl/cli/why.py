@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,18 +35,19 @@ def why_command(
     """Say why samples are unsolved: what their calls came to, what they have more often than solved samples, and what
     changed since the start."""
     chosen = _chosen(Path(run), split or [], step)
-    from agentrl.eval.why import diagnose, turn_limit_of
+    from agentrl.eval.why import CHANCE, diagnose, turn_limit_of
 
-    piece, limit = _pieces(Path(run)), partial(turn_limit_of, Path(run))
-    found = [
-        (now, diagnose(now.path, first and first.path, piece=piece, turn_limit=limit(now.evaluation)))
-        for now, first in chosen
-    ]
+    piece, chance = _pieces(Path(run)), CHANCE / len(chosen)
+    found = []
+    for now, first in chosen:
+        limit = turn_limit_of(Path(run), now.evaluation)
+        found.append(diagnose(now.path, first and first.path, piece=piece, turn_limit=limit, chance=chance))
     if as_json:
-        told = [{"split": now.split, "step": now.step, **diagnosis.json()} for now, diagnosis in found]
+        pairs = zip(chosen, found, strict=True)
+        told = [{"split": now.split, "step": now.step, **diagnosis.json()} for (now, _), diagnosis in pairs]
         typer.echo(json.dumps(told, indent=1))
         return
-    for (now, first), (_, diagnosis) in zip(chosen, found, strict=True):
+    for (now, first), diagnosis in zip(chosen, found, strict=True):
         _print(run, now, first, diagnosis)
 
 

@@ -2,14 +2,14 @@
 
 `diagnose` reads the stored samples of an evaluation (or training step), and those of the first one of the same split
 for the change since then. Each sample has signs (`signs.py`, the fields of its task, what scanners found, `scan.py`); a
-sign is a cause where unsolved samples have it more
-often than solved ones do, and so much more often that chance does not explain it. Where no sample was solved, what many
-of them did is listed in place of causes: there is nothing to compare it with.
+sign is a cause where unsolved samples have it more often than solved ones do, and so much more often that chance does
+not explain it: where nothing tells them apart, anything at all is listed with a probability of at most CHANCE. Where no
+sample was solved, what many of them did is listed in place of causes: there is nothing to compare it with.
 """
 
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,7 +29,7 @@ from agentrl.rollout.call_counts import CallCounts, CallFault, add_row
 from agentrl.rollout.trajectory_file import Record, Row, read_batches, read_records, read_rows, stored_files
 
 CHANCE = 0.05
-"""Probability, under chance alone, of any cause of a kind being listed."""
+"""Probability, under chance alone, of any cause being listed, of any kind."""
 EXAMPLES = 20
 """Examples that a cause keeps, each of another task."""
 _VALUES = (
@@ -144,17 +144,20 @@ def diagnose(
     *,
     piece: Callable[[int], str] | None = None,
     turn_limit: int | None = None,
+    chance: float = CHANCE,
 ) -> Diagnosis:
     """Why samples of a file of trajectories are unsolved, and what changed since the file `first`.
 
     piece: returns the text of a token id; without it nothing is said about where the model was not sure. turn_limit:
-    the tokens that a turn might have; without it no call counts as cut off by it.
+    the tokens that a turn might have; without it no call counts as cut off by it. chance: as CHANCE, of what is listed
+    of both files.
 
     A sample is unsolved where the environment does not call it solved; in a training step, which does not ask it,
     where it earned less than the mean, or all earned the same. Raises UserError: a file cannot be read, or is damaged.
     """
-    now = _Counted(path, piece, turn_limit)
-    then = None if first is None else _Counted(first, piece, turn_limit)
+    each = chance if first is None else chance / 2
+    now = _Counted(path, piece, turn_limit, each)
+    then = None if first is None else _Counted(first, piece, turn_limit, each)
     labels, slow = labels_of([*now.data(), *(then.data() if then else ())]), now.slow_calls()
     for counted in (now, *([then] if then else [])):
         counted.count_fields(labels)
@@ -241,8 +244,11 @@ class _Counted:
     signs: of each unsolved sample. tokens: whether it holds any.
     """
 
-    def __init__(self, path: Path, piece: Callable[[int], str] | None, turn_limit: int | None) -> None:
+    def __init__(
+        self, path: Path, piece: Callable[[int], str] | None, turn_limit: int | None, chance: float = CHANCE
+    ) -> None:
         self.path = path
+        self._chance = chance
         self.unsolved = self.solved = 0
         self.errors: Counter[str] = Counter()
         self.calls = CallCounts()
@@ -362,10 +368,8 @@ class _Counted:
         """What could not be compared, as lines."""
         found = []
         if self.solved and self.unsolved:
-            kinds = Counter(kind for kind, _ in self._tallies)
-            least = fisher(self.unsolved, self.unsolved, 0, self.solved)
-            weak = sorted(kind for kind, count in kinds.items() if least > CHANCE / count)
-            if weak:
+            limits, least = self._limits(), self._least(self.unsolved)
+            if weak := sorted({kind for kind, _ in self._tallies if least > limits[_family(kind)]}):
                 found.append(
                     f"{self.unsolved} unsolved and {self.solved} solved samples are too few for a cause of the kinds "
                     f"{', '.join(weak)}: whatever they had in common could be chance"
@@ -421,13 +425,33 @@ class _Counted:
             return [sign for share, sign in sorted(shares) if share <= -_COMMON]
         if not self.unsolved:
             return []
-        kinds = Counter(_family(kind) for kind, _ in self._tallies)
-        found = []
+        limits, found = self._limits(), []
         for sign, tally in self._tallies.items():
             difference = self.share(sign) - tally.solved.total() / self.solved
-            if tally.unsolved.total() > 1 and difference > 0 and self.chance(tally) <= CHANCE / kinds[_family(sign[0])]:
+            if tally.unsolved.total() > 1 and difference > 0 and self.chance(tally) <= limits[_family(sign[0])]:
                 found.append((-difference, sign))
         return self._of_ranges([sign for _, sign in sorted(found)])
+
+    def _limits(self) -> dict[str, float]:
+        """Family of kinds -> the chance up to which a sign of it is a cause.
+
+        Families share CHANCE evenly, and so do the signs of a family, without those that could not reach the limit
+        however the samples that have them had ended (Tarone 1990): so a thousand rare errors hide no frequent one.
+        """
+        least: dict[str, list[float]] = defaultdict(list)
+        for (kind, _), tally in self._tallies.items():
+            least[_family(kind)].append(self._least(tally.unsolved.total() + tally.solved.total()))
+        own = self._chance / max(1, sum(min(each) <= self._chance for each in least.values()))
+        found = {}
+        for family, each in least.items():
+            each.sort()
+            found[family] = own / next(n for n in range(1, len(each) + 1) if bisect_right(each, own / n) <= n)
+        return found
+
+    def _least(self, having: int) -> float:
+        """The least chance of a sign that so many samples have: that as many of them as can be are unsolved."""
+        unsolved = min(having, self.unsolved)
+        return fisher(unsolved, self.unsolved, having - unsolved, self.solved)
 
     def _of_ranges(self, signs: list[Sign]) -> list[Sign]:
         """The signs, of several ranges of one field only that which chance explains least."""
@@ -440,7 +464,7 @@ class _Counted:
 
 
 def _family(kind: str) -> str:
-    """The kinds that are tested together: their signs share CHANCE."""
+    """The kinds that are tested together, and share their part of CHANCE."""
     return "scan" if kind in ("says", "slow") else kind
 
 

@@ -14,6 +14,7 @@ from why_help import TEXT, answer, call, result, sample, stored, user
 from agentrl.chat.calls import UNREADABLE
 from agentrl.cli import main
 from agentrl.errors import UserError
+from agentrl.eval.scan import keep
 from agentrl.eval.signs import miscopied, repeated, said, unsure
 from agentrl.eval.why import Diagnosis, diagnose, fisher, reasons
 from agentrl.trajectory import Boundary, Failure, FinishReason, Segment, ToolUse, Trajectory
@@ -147,6 +148,120 @@ def test_chance_makes_no_cause(tmp_path: Path, each: int) -> None:
             for index in range(each)
         ]
     assert diagnose(stored(tmp_path, 1, samples)).causes == ()
+
+
+def lines(folder: Path, samples: list[dict[str, Any]], split: str = "test", step: int = 1) -> Path:
+    """The file of an evaluation of these samples as JSON lines, of which each says what it has that others do not."""
+    use = {"name": "calculator", "error": None, "cut": False}
+    usual = {
+        "sample": 0, "data": {}, "finish": "stop", "messages": [user("225 by 15"), answer("15")],
+        "tools": ["calculator"], "tool_uses": [use],
+    }  # fmt: skip
+    path = folder / "trajectories" / f"eval_{split}_{step}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = [usual | {"task": f"t{n}", "reward": float(one["solved"])} | one for n, one in enumerate(samples)]
+    path.write_text("\n".join(map(json.dumps, told)))
+    return path
+
+
+def noise(lots: random.Random, tasks: int, each: int) -> list[dict[str, Any]]:
+    """Samples whose outcomes have nothing to do with what else they have; those of a task are alike in both."""
+    found = []
+    for task in range(tasks):
+        data = {
+            "kind": lots.choice("abc"), "size": lots.randrange(50), "level": lots.randrange(4),
+            "tags": lots.sample("pqrs", 2),
+        }  # fmt: skip
+        hard, odd = lots.random(), [lots.random() for _ in range(6)]
+        for index in range(each):
+            again, wrong, refuses, error, cut, long = (lots.random() < one for one in odd)
+            called = call({"expression": "22/15" if wrong else "225/15"})
+            said = answer("I cannot help with that." if refuses else "15")
+            use = {"name": "calculator", "error": "cannot read it" if error else None, "cut": cut}
+            found.append({
+                "task": f"t{task}", "sample": index, "data": data, "solved": lots.random() >= hard,
+                "finish": "length" if long else "stop", "tool_uses": [use | {"seconds": lots.expovariate(1.0)}],
+                "messages": [user("225 by 15"), called, *([called] if again else []), said],
+            })  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(("each", "runs"), [(1, 200), (4, 100)])
+def test_of_twenty_runs_of_noise_one_has_a_cause_at_most(tmp_path: Path, each: int, runs: int) -> None:
+    lots = random.Random(each)
+    found = [diagnose(lines(tmp_path, noise(lots, 80, each))).causes for _ in range(runs)]
+    assert sum(map(bool, found)) <= 0.05 * runs
+
+
+def test_what_one_command_prints_shares_the_chance_of_a_false_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five of 20 unsolved samples and no solved one of 20 are cut off, by chance in 2.4 % of runs."""
+    weak = [{"solved": n >= 20, "finish": "length" if n < 5 else "stop"} for n in range(40)]
+    path = lines(tmp_path, weak)
+    assert list(told(diagnose(path))) == ["finish: length"]
+    assert diagnose(path, lines(tmp_path, weak, step=0)).causes == ()
+    assert main.run(["why", str(tmp_path), "--step", "0"]) == 0
+    assert "finish: length" in capsys.readouterr().out
+    lines(tmp_path, weak, "other", step=0)
+    assert main.run(["why", str(tmp_path), "--step", "0"]) == 0
+    assert "finish: length" not in capsys.readouterr().out
+
+
+def test_rare_errors_hide_no_frequent_one(tmp_path: Path) -> None:
+    """Each of 200 errors of one sample could be no cause however it had ended, and takes no part of the chance."""
+    errors = [f"no {chr(97 + n % 26)}{chr(97 + n // 26)} there" for n in range(200)]
+    samples = []
+    for n, error in enumerate(errors):
+        use = {"name": "calculator", "error": "too large" if n in range(1, 18, 2) else error, "cut": False}
+        samples.append({"solved": n % 2 == 0, "tool_uses": [use]})
+    assert list(told(diagnose(lines(tmp_path, samples)))) == ["tool error: calculator: too large"]
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (lambda n, wrong: {"world": {"kind": "trip" if wrong else "home", "size": 3}}, "world.kind = trip"),
+        (lambda n, wrong: {"tags": ["a", "b" if wrong else "c"]}, "tags[] has b"),
+        (lambda n, wrong: {"steps": [{"op": "add"}, {"op": "mul" if wrong else "add"}]}, "steps[].op has mul"),
+        (lambda n, wrong: {"rooms": list(range(2 + wrong))}, "number of rooms = 3"),
+        (lambda n, wrong: {"size": n + 20 * wrong}, "size from 19.5 to 39"),
+        (lambda n, wrong: {"size": 10 + n if wrong else n + 20 * (n >= 10)}, "size from 9.75 to 29.25"),
+        (lambda n, wrong: {"story": f"{n:02}" + "x" * (n + 100 * wrong)}, "story from 61.5 to 121 characters"),
+    ],
+)  # fmt: skip
+def test_fields_lists_and_ranges_are_compared(tmp_path: Path, data: Any, cause: str) -> None:
+    """Of 20 unsolved samples and 20 solved ones, each by its number among these."""
+    samples = [{"solved": n >= 20, "data": data(n % 20, n < 20)} for n in range(40)]
+    found = diagnose(lines(tmp_path, samples))
+    assert (found.causes[0].kind, found.causes[0].value, found.causes[0].share) == ("field", cause, 1.0)
+    assert all("long texts" not in note for note in found.notes) == ("story" not in samples[0]["data"])
+
+
+def test_a_call_that_takes_far_longer_than_others_is_slow(tmp_path: Path) -> None:
+    seconds = [3.0] * 9 + [1.0] * 6 + [0.1] * 25
+    samples = [
+        {"solved": n >= 20, "tool_uses": [{"name": "calculator", "error": None, "cut": False, "seconds": took}]}
+        for n, took in enumerate(seconds)
+    ]
+    (cause,) = diagnose(lines(tmp_path, samples)).causes
+    assert (cause.kind, cause.value, cause.unsolved) == ("slow", "a call of calculator over 1 s", 9)
+    assert cause.examples[0].note == "3 s"
+
+
+def test_kinds_that_cannot_be_causes_are_named(tmp_path: Path) -> None:
+    """Kinds of one family share its chance, so what few samples cannot tell of one they cannot tell of the others."""
+    refuses = [user("225 by 15"), answer("I cannot help with that.")]
+    path = lines(tmp_path, [{"solved": n >= 4} | ({"messages": refuses} if n < 4 else {}) for n in range(8)])
+    assert list(told(diagnose(path))) == ["says: refusal"]
+    columns = {f"own_{k}": ["found" if n < 4 else None for n in range(8)] for k in range(4)}
+    keep(path, [f"t{n}#0" for n in range(8)], columns)
+    found = diagnose(path)
+    assert found.causes == ()
+    assert found.notes[-1] == (
+        "4 unsolved and 4 solved samples are too few for a cause of the kinds says, scan: whatever they had in common "
+        "could be chance"
+    )
 
 
 @pytest.mark.parametrize(("split", "name"), [("test", "calls_cut"), ("train", "calls_unreadable")])

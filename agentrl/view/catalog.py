@@ -6,7 +6,7 @@ Folders come, grow and go while the page is open; what is wrong with one of them
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -73,7 +73,7 @@ class Figures:
                 {str(one.get("name")) for one in said if isinstance(one, dict)} if isinstance(said, list) else set()
             )
             for key, value in row.items():
-                if key in _MAIN or (key.startswith("eval/") and key.endswith("/accuracy")):
+                if key in _MAIN or (key.startswith("eval/") and key.endswith(("/accuracy", "/reward/mean"))):
                     self._take(key, value, row)
 
     def _take(self, key: str, value: Json, row: Json) -> None:
@@ -82,7 +82,8 @@ class Figures:
         known = self.found.setdefault(key, {"first": value, "best": value, "best_step": row["step"]})
         if value < known["best"] if key in _LOWER else value > known["best"]:
             known |= {"best": value, "best_step": row["step"]}
-        known |= {"last": value, "step": row["step"], "low": row.get(f"{key}_low"), "high": row.get(f"{key}_high")}
+        base = key.removesuffix("/mean")
+        known |= {"last": value, "step": row["step"], "low": row.get(f"{base}_low"), "high": row.get(f"{base}_high")}
 
 
 def _positive(value: Json) -> float:
@@ -291,7 +292,9 @@ def _row(store: RunStore, figures: Figures) -> dict[str, Json]:
         lines = "1 damaged line is" if figures.damaged == 1 else f"{figures.damaged} damaged lines are"
         errors.append(f"{METRICS}: {lines} left out")
     if is_evaluation:
-        found = _of_splits(evaluation) or {f"eval/{one['split']}/accuracy": _at(one) for one in store.evaluations()}
+        splits = evaluation.get("splits")
+        found = _of_splits(splits.items() if isinstance(splits, dict) else ())
+        found = found or _of_splits((one["split"], one) for one in store.evaluations())
     else:
         found = figures.found
     return {
@@ -324,27 +327,17 @@ def _state(folder: Path, is_evaluation: bool, evaluated: bool, step: int | None,
     return "stopped" if step is not None or is_evaluation or (folder / TRAJECTORIES).exists() else "not begun"
 
 
-def _of_splits(evaluation: dict[str, Json]) -> dict[str, Json]:
-    """The figures of an evaluation that is over."""
-    splits = evaluation.get("splits")
-    rows = splits.items() if isinstance(splits, dict) else ()
-    known = [
-        (split, one) for split, one in rows if isinstance(one, dict) and isinstance(one.get("accuracy"), int | float)
-    ]
-    return {f"eval/{split}/accuracy": _at(one) for split, one in known}
-
-
-def _at(one: dict[str, Json]) -> dict[str, Json]:
-    value = one["accuracy"]
-    return {
-        "first": value,
-        "last": value,
-        "best": value,
-        "step": 0,
-        "best_step": 0,
-        "low": one.get("low"),
-        "high": one.get("high"),
-    }
+def _of_splits(splits: Iterable[tuple[str, Json]]) -> dict[str, Json]:
+    """The figures of an evaluation by what is known of each split, with their intervals."""
+    figures = {"accuracy": ("accuracy", "low", "high"), "reward/mean": ("reward", "reward_low", "reward_high")}
+    found = {}
+    for split, one in splits:
+        for key, names in figures.items():
+            value, low, high = (one.get(name) if isinstance(one, dict) else None for name in names)
+            if isinstance(value, int | float):
+                at = {"first": value, "last": value, "best": value, "step": 0, "best_step": 0, "low": low, "high": high}
+                found[f"eval/{split}/{key}"] = at
+    return found
 
 
 def _time(path: Path) -> float:

@@ -537,6 +537,33 @@ def test_a_folder_of_runs_is_a_list_that_leads_to_them(browser: Browser, tmp_pat
     one.close()
 
 
+def test_rewards_have_intervals_in_the_list_of_runs_and_side_by_side(browser: Browser, tmp_path: Path) -> None:
+    for name, reward in (("a", 2.0), ("b", 3.0)):
+        (tmp_path / name).mkdir()
+        bounds = {"eval/test/reward_low": reward - 0.5, "eval/test/reward_high": reward + 0.5}
+        rows = [
+            {"step": 0, "eval/test/accuracy": 0.25, "eval/test/reward/mean": 1.0, "start/test/accuracy": 0.0,
+             "start/test/reward": 0.5},
+            {"step": 1, "eval/test/accuracy": 0.5, "eval/test/reward/mean": reward, **bounds},
+        ]  # fmt: skip
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = Served(tmp_path)
+    browser.open(one.address)
+    browser.until("document.querySelectorAll('.runs .room .row').length === 2")
+    go(
+        browser,
+        "#runs?figure=eval/test/reward/mean",
+        "document.querySelector('.runs').innerText.includes('1.5 to 2.5')",
+    )
+    go(browser, "#overview?runs=a%0Ab", "document.querySelector('.beside td b')")
+    told = " ".join(text(browser, ".beside").split())
+    for known in ("test, accuracy 0.0 % → 50.0 %", "test, reward 0.5 → 2 1.5 to 2.5 0.5 → 3 2.5 to 3.5"):
+        assert known in told
+    fits = "[...document.querySelectorAll('.card')].every((one) => one.scrollWidth <= one.clientWidth)"
+    assert browser.evaluate(fits)
+    one.close()
+
+
 def test_the_frozen_page_shows_the_same_without_a_server(browser: Browser, tmp_path: Path) -> None:
     page = write_report(run_folder(tmp_path / "run"), "first", {"train/entropy": (0.6, None)}, why)
     browser.errors.clear()

@@ -65,7 +65,8 @@ def test_a_row_says_what_became_of_a_run(tmp_path: Path) -> None:
         {"step": 0, "eval/test/accuracy": 0.2},
         {"step": 1, "reward/mean": 0.5, "rollout/tokens": 10, "time/step_s": 1.5, "eval/test/accuracy": 0.6},
         {"step": 2, "reward/mean": 0.25, "rollout/tokens": 10, "time/step_s": 1.5, "eval/test/accuracy": 0.4,
-         "eval/test/accuracy_low": 0.3, "eval/test/accuracy_high": 0.5, "health": [{"name": "reward_falls"}]},
+         "eval/test/accuracy_low": 0.3, "eval/test/accuracy_high": 0.5, "eval/test/reward/mean": 0.7,
+         "eval/test/reward_low": 0.6, "eval/test/reward_high": 0.8, "health": [{"name": "reward_falls"}]},
     ]  # fmt: skip
     made(tmp_path / "finished", *rows)
     made(tmp_path / "stopped", rows[0], recipe="train: {steps: 2, lr: 0.2, seed: 0}\n")
@@ -83,6 +84,8 @@ def test_a_row_says_what_became_of_a_run(tmp_path: Path) -> None:
     assert row["figures"]["eval/test/accuracy"] == {
         "first": 0.2, "best": 0.6, "best_step": 1, "last": 0.4, "step": 2, "low": 0.3, "high": 0.5,
     }  # fmt: skip
+    reward = row["figures"]["eval/test/reward/mean"]
+    assert (reward["last"], reward["low"], reward["high"]) == (0.7, 0.6, 0.8)
     assert row["recipe"] == {"train.lr": "0.1"}  # alone what differs
     assert found["stopped"]["recipe"] == {"train.lr": "0.2"}
 
@@ -94,10 +97,14 @@ def test_an_evaluation_has_figures_before_and_after_it_ends(tmp_path: Path) -> N
     journal(folder).evaluation("test", 0, groups, lambda t: t.reward > 0)
     row = listed(tmp_path)["run/evals/1_best"]
     assert (row["kind"], row["state"], row["figures"]["eval/test/accuracy"]["last"]) == ("evaluation", "stopped", 0.5)
-    over = {"model": "m", "splits": {"test": {"accuracy": 0.75, "low": 0.5, "high": 0.9}, "odd": 1}}
+    assert row["figures"]["eval/test/reward/mean"]["low"] < 0.5 < row["figures"]["eval/test/reward/mean"]["high"]
+    split = {"accuracy": 0.75, "low": 0.5, "high": 0.9, "reward": 1.5, "reward_low": 1.25, "reward_high": 1.75}
+    over = {"model": "m", "splits": {"test": split, "odd": 1}}
     (folder / "evaluation.json").write_text(json.dumps(over))
     row = listed(tmp_path)["run/evals/1_best"]
     assert (row["state"], row["model"], row["figures"]["eval/test/accuracy"]["low"]) == ("finished", "m", 0.5)
+    reward = row["figures"]["eval/test/reward/mean"]
+    assert (reward["last"], reward["low"], reward["high"]) == (1.5, 1.25, 1.75)
 
 
 def test_rows_go_on_where_they_ended(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import { heading } from "./curves.js";
 
 const MAIN = ["reward/mean", "groups/varied", "train/entropy", "train/grad_norm", "rollout/turns_mean"];
 
-// Accuracies by split: those of stored evaluations, which have intervals, and those of metrics beside them.
+// Accuracies and rewards by split: those of stored evaluations, and those of metrics beside them.
 export function accuracies(run) {
   const found = new Map();
   const at = (split, step) => {
@@ -19,8 +19,9 @@ export function accuracies(run) {
       const m = /^eval\/(.+)\/accuracy$/.exec(key);
       if (!m || typeof value !== "number") continue;
       const one = at(m[1], row.step);
-      one.accuracy = value;
-      for (const end of ["low", "high"]) if (typeof row[`${key}_${end}`] === "number") one[end] = row[`${key}_${end}`];
+      const reward = `eval/${m[1]}/reward`;
+      const given = { accuracy: value, low: row[`${key}_low`], high: row[`${key}_high`], reward: row[`${reward}/mean`], reward_low: row[`${reward}_low`], reward_high: row[`${reward}_high`] };
+      for (const [name, known] of Object.entries(given)) if (typeof known === "number") one[name] = known;
     }
   }
   for (const one of run.evaluations) Object.assign(at(one.split, one.step), one);
@@ -41,12 +42,12 @@ export function findings(run) {
   return [...found.values()].sort((a, b) => b.last - a.last);
 }
 
-// What the model could before it was taught: the accuracy before the recipe's start.
+// What the model could before it was taught: accuracy and reward before the recipe's start.
 function untaught(run, split) {
   const row = run.rows.find((one) => typeof one[`start/${split}/accuracy`] === "number");
   if (!row) return null;
-  const [accuracy, low, high] = ["", "_low", "_high"].map((end) => row[`start/${split}/accuracy${end}`]);
-  return { accuracy, low, high };
+  const [[accuracy, low, high], [reward, reward_low, reward_high]] = ["accuracy", "reward"].map((name) => ["", "_low", "_high"].map((end) => row[`start/${split}/${name}${end}`]));
+  return { accuracy, low, high, reward, reward_low, reward_high };
 }
 
 // What is known of a split, each with its name: before training, after the recipe's start, and the newest.
@@ -62,19 +63,22 @@ function moments(run, split, rows) {
   return found;
 }
 
+// Whether an evaluation has rewards that its accuracy does not tell.
+const isRewarded = (one) => typeof one.reward === "number" && Math.abs(one.reward - one.accuracy) >= 1e-9;
+const spanOf = (low, high, written) => (typeof low === "number" && typeof high === "number" ? `${written(low)} to ${written(high)}` : "");
+
 function card(app, number_, split, rows) {
   const told = moments(app.runs[number_], split, rows);
   const last = told[told.length - 1];
   const marks = told.map((one, i) => ({ value: one.accuracy, low: one.low, high: one.high, kind: i === told.length - 1 ? "after" : "before" }));
-  const span = (one) => (typeof one.low !== "number" ? "" : `${percent(one.low)} to ${percent(one.high)}`);
-  const reward = (one) => one.reward === undefined || Math.abs(one.reward - one.accuracy) < 1e-9 ? "" : `reward ${number(one.reward)} (${number(one.reward_low)} to ${number(one.reward_high)})`;
+  const reward = (one) => isRewarded(one) && h("tr", null, h("td"), h("td", { colspan: 3 }, `reward ${number(one.reward)} (${spanOf(one.reward_low, one.reward_high, number)})`.replace(" ()", "")));
   const link = last.file && h("a", { href: app.link("samples", { run: number_, split, step: last.step, outcome: "unsolved" }) }, "unsolved samples");
   return h("div", { class: "card" },
     h("div", { class: "soft" }, split, ", held out"),
     h("div", { class: "figure" }, told.map((one, i) => (i < told.length - 1 ? [h("span", { class: "soft" }, percent(one.accuracy)), " → "] : percent(one.accuracy)))),
     interval(marks, `${split}: ${told.map((one) => `${percent(one.accuracy)} ${one.when}`).join(", ")}`),
-    h("table", { class: "small" }, told.map((one) =>
-      h("tr", null, h("th", { scope: "row" }, one.when), h("td", null, one.step === null || one.when.startsWith("at step") ? "" : `step ${one.step}`), h("td", null, span(one)), h("td", null, reward(one)), h("td", null, one.tasks && `${one.tasks} tasks`)))),
+    h("table", { class: "small" }, told.map((one) => [
+      h("tr", null, h("th", { scope: "row" }, one.when), h("td", null, one.step === null || one.when.startsWith("at step") ? "" : `step ${one.step}`), h("td", null, spanOf(one.low, one.high, percent)), h("td", null, one.tasks && `${one.tasks} tasks`)), reward(one)])),
     link && h("div", null, link));
 }
 
@@ -154,12 +158,15 @@ function main(app, run) {
 function compared(app) {
   const { runs } = app;
   const splits = [...new Set(runs.flatMap((run) => [...accuracies(run).keys()]))];
-  const rows = splits.map((split) => [`${split}, accuracy`, ...runs.map((run) => {
+  const figure = (split, [name, low, high], written) => [`${split}, ${name}`, ...runs.map((run) => {
     const told = accuracies(run).get(split);
-    if (!told) return "";
-    const all = moments(run, split, told), last = all[all.length - 1];
-    return [all.length > 1 ? `${percent(all[0].accuracy)} → ` : "", h("b", null, percent(last.accuracy)), typeof last.low === "number" ? h("span", { class: "soft" }, ` ${percent(last.low)} to ${percent(last.high)}`) : ""];
-  })]);
+    const all = told ? moments(run, split, told).filter((one) => typeof one[name] === "number") : [], last = all.at(-1);
+    return last ? [all.length > 1 ? `${written(all[0][name])} → ` : "", h("b", null, written(last[name])), h("span", { class: "soft" }, ` ${spanOf(last[low], last[high], written)}`)] : "";
+  })];
+  const rows = splits.flatMap((split) => [
+    figure(split, ["accuracy", "low", "high"], percent),
+    ...(runs.some((run) => accuracies(run).get(split)?.some(isRewarded)) ? [figure(split, ["reward", "reward_low", "reward_high"], number)] : []),
+  ]);
   rows.push(["reward/mean", ...runs.map((run) => number(run.series("reward/mean").at(-1)?.[1]))]);
   rows.push(["step", ...runs.map((run) => String(run.rows.at(-1)?.step ?? ""))]);
   const trees = runs.map((run) => new Map(flat(run.state.recipes.filter((recipe) => recipe.tree).at(-1)?.tree ?? {})));

@@ -62,8 +62,9 @@ export function runsView(app, params) {
     const last = (row) => {
       const one = row.figures?.[metric];
       if (!one) return "";
-      const interval = typeof one.low === "number" && typeof one.high === "number" ? ` ${Math.round(100 * one.low)} to ${Math.round(100 * one.high)}` : "";
-      return [written(metric, one.last), isShare(metric) && h("span", { class: "soft p2" }, interval)];
+      const bound = (value) => (isShare(metric) ? Math.round(100 * value) : number(value, 2));
+      const interval = typeof one.low === "number" && typeof one.high === "number" ? ` ${bound(one.low)} to ${bound(one.high)}` : "";
+      return [written(metric, one.last), h("span", { class: "soft p2" }, interval)];
     };
     return [
       ["pick", "", "1.5rem", 1, (row) => -chosen.has(row.name), pick],
@@ -72,7 +73,7 @@ export function runsView(app, params) {
       ["step", "step", "5.6rem", 2, (row) => row.step, step],
       ["first", "first", "4.2rem", 3, (row) => figure(row, "first"), cell("first")],
       ["best", "best", "4.2rem", 2, (row) => figure(row, "best"), cell("best")],
-      ["last", "last", "7.6rem", 1, (row) => figure(row, "last"), last],
+      ["last", "last", isShare(metric) ? "7.6rem" : "10rem", 1, (row) => figure(row, "last"), last],
       ["reward", "reward", "3.6rem", 3, (row) => row.figures?.["reward/mean"]?.last, (row) => written("", row.figures?.["reward/mean"]?.last)],
       ["seconds", "time", "4rem", 3, (row) => row.seconds, (row) => seconds(row.seconds)],
       ...(innerWidth < WIDE ? [] : [["began", "began", "7rem", 3, (row) => row.began, (row) => when(row.began)]]),

@@ -225,3 +225,15 @@ def test_runs_of_older_versions_are_shown(tmp_path: Path, capsys: pytest.Capture
     assert show(capsys, tmp_path).splitlines()[:3] == [
         "== train, step 7 · task t · sample 0 · reward 1 · ended by stop", "[user]", "2+2?"
     ]  # fmt: skip
+
+
+def test_what_a_sample_changed_in_its_workspace_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    diff = "--- a/home/user/n\n+++ b/home/user/n\n@@ -1,1 +1,1 @@\n-1\n+two\x1b[2J\n"
+    changes = [["modified", "/home/user/n", 4096], ["deleted", "/home/user/[b]", 0]]
+    kept = {"changes": changes, "more": True, "diff": diff}
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step_7.jsonl").write_text(json.dumps(OLD | {"extra": {"workspace": kept}}))
+    assert show(capsys, tmp_path).splitlines()[3:-2] == [
+        "-- files: 2 or more changed", "modified /home/user/n (4,096 bytes)", "deleted /home/user/[b]",
+        "--- a/home/user/n", "+++ b/home/user/n", "@@ -1,1 +1,1 @@", "-1", "+two\\x1b[2J",
+    ]  # fmt: skip

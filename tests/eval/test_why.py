@@ -387,3 +387,24 @@ def test_why_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main.run(["why", str(run), *words]) == 2
         assert line in capsys.readouterr().err
     assert main.run(["why", str(run / "nothing")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("unsolved", "solved", "causes"),
+    [
+        (
+            [["added", "/home/user/total", 3], ["deleted", "/home/user/bills", 0]], [["modified", "/n", 1]],
+            {"added /home/user/total": "3 bytes", "deleted /home/user/bills": ""},
+        ),
+        ([], [["added", "/home/user/total", 3]], {"none changed": ""}),
+    ],
+)  # fmt: skip
+def test_what_unsolved_samples_changed_in_their_workspaces_is_a_cause(
+    unsolved: list[Any], solved: list[Any], causes: dict[str, str], tmp_path: Path
+) -> None:
+    def changing(number: int) -> Trajectory:
+        kept = {"changes": solved if number % 2 else unsolved, "more": False, "diff": ""}
+        return sample(number, number % 2 == 0, extra={"workspace": kept})
+
+    found = diagnose(stored(tmp_path, 1, [changing(number) for number in range(40)]))
+    assert {c.value: c.examples[0].note for c in found.causes if c.kind == "files"} == causes

@@ -676,3 +676,24 @@ def test_seeds_of_a_recipe_are_drawn_as_their_mean(browser: Browser, tmp_path: P
     browser.until("document.querySelector('[aria-label=seeds]').closest('label').hidden")
     assert not browser.errors
     one.close()
+
+
+def test_what_a_sample_changed_in_its_workspace_is_shown(browser: Browser, tmp_path: Path) -> None:
+    changes = [["modified", HOSTILE[:40], 4096], ["deleted", "/home/user/old", 0]]
+    kept = {"changes": changes, "more": True, "diff": "--- a/n\n+++ b/n\n@@ -1,2 +1,2 @@\n one\n-<b>2\n+two\n"}
+    groups = [group(trajectory("test-1", extra={"workspace": kept})), group(trajectory("test-2"))]
+    journal(tmp_path).evaluation("test", 0, groups, lambda t: t.reward > 0)
+    one = Served(tmp_path)
+    browser.open(one.address)
+    browser.until(READY)
+    go(browser, sample("eval_test_0.parquet", 0), "document.querySelector('section.workspace')")
+    told = text(browser, ".workspace").splitlines()
+    assert told[0] == "Workspace: 2 or more files changed"
+    assert told[1:3] == [f"modified {HOSTILE[:40]} 4,096 bytes", "deleted /home/user/old"]
+    lines = "[...document.querySelectorAll('.diff span')].map((line) => [line.className, line.textContent.trimEnd()])"
+    assert browser.evaluate(lines)[3:6] == [["", " one"], ["removed", "-<b>2"], ["added", "+two"]]
+    go(browser, sample("eval_test_0.parquet", 1), "document.querySelector('.chat')")
+    assert browser.evaluate("document.querySelector('section.workspace')") is None
+    assert browser.evaluate("globalThis.owned") is None
+    assert browser.errors == []
+    one.close()

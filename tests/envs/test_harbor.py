@@ -203,7 +203,7 @@ BAD = {
     "[verifier.environment]\nnetwork_mode = 'public'": "verifier.environment.network_mode: tests have no network",
     "[verifier.environment]\ngpus = 1": "verifier.environment.gpus: GPUs are not provided",
     "[[steps]]\nname = 'a'\n[steps.verifier]\ncollect = [{command = 'a'}]": "steps[0].verifier.collect: commands",
-    "[[steps]]\nname = 'a'\n[[steps]]\nname = 'b'\n[steps.agent]\nnetwork_mode = 'public'": "agent.network_mode: the steps of",
+    "[[steps]]\nname='a'\n[[steps]]\nname='b'\n[steps.agent]\nnetwork_mode='public'": "agent.network_mode: the",
     "artifacts = ['../a']": "artifacts: expected paths without '..'",
     "[[steps]]\nname = '../a'": "steps[0].name: expected the name of a folder",
     "steps = 3": "steps: expected list",

@@ -273,6 +273,30 @@ def test_the_provider_alone_is_short_for_the_section() -> None:
     hosts = Recipe.load(None, ["workspace.network=[pypi.org]"]).workspace
     assert hosts is not None
     assert hosts.spec().network.hosts == ("pypi.org",)
+    with pytest.raises(UserError, match=r"workspace.env: 'A=B' is no name of a variable"):
+        Recipe.load(None, ["workspace.env={A=B: c}"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "script", "said"),
+    [
+        (
+            {"files": 60},
+            "for i in $(seq 99); do touch f$i 2> /dev/null || break; done; [ $i -lt 70 ] && echo few",
+            "few",
+        ),
+        ({"descriptors": 32}, "ulimit -n", "32"),
+        ({"env": {"A": "b = c"}}, "echo $A", "b = c"),
+    ],
+)
+async def test_what_the_recipe_says_is_opened(keys: dict[str, Any], script: str, said: str) -> None:
+    section = Recipe.model_validate({"workspace": keys}).workspace
+    workspaces = await workspaces_of(section, Env(), ())
+    assert workspaces is not None
+    try:
+        assert (await (await workspaces.open(TASKS[0])).exec(script)).text() == f"{said}\n"
+    finally:
+        await workspaces.close()
 
 
 async def test_what_a_provider_cannot_do_is_refused_by_name() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from agentrl.jsonable import Json
 from agentrl.recipe.sections.section import Count, Positive, Section, Unit
@@ -12,6 +12,13 @@ from agentrl.workspace.workspace import MIB
 
 def _hosts(value: Json) -> Json:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _variables(value: dict[str, str]) -> dict[str, str]:
+    for name, text in value.items():
+        if not name or "=" in name or "\0" in name + text:
+            raise ValueError(f"{name!a} is no name of a variable, or its text holds a zero byte")
+    return value
 
 
 class WorkspaceSection(Section):
@@ -33,6 +40,12 @@ class WorkspaceSection(Section):
     """What one may write; bwrap keeps it in memory, beside `memory_mb`."""
     processes: Annotated[Positive, Unit("processes")] = 256
     """Processes and threads of one."""
+    files: Annotated[Positive, Unit("files")] = 100_000
+    """Files that one may make, which bwrap alone counts."""
+    descriptors: Annotated[int, Field(ge=32), Unit("files")] = 1024
+    """Files that one process may have open."""
+    env: Annotated[dict[str, str], AfterValidator(_variables)] = Field(default_factory=dict)
+    """Environment variables of all programs; `${NAME}` fills in one of this machine's, of which they have no other."""
     ready: Annotated[Count, Unit("workspaces")] = 8
     """Workspaces that are opened ahead, so that no rollout waits for its own."""
 
@@ -42,9 +55,10 @@ class WorkspaceSection(Section):
         if not isinstance(self.network, str):
             network = Network(hosts=tuple(self.network))
         limits = WorkspaceLimits(
-            memory=self.memory_mb * MIB, disk=self.disk_mb * MIB, processes=self.processes
+            memory=self.memory_mb * MIB, disk=self.disk_mb * MIB, processes=self.processes, files=self.files,
+            descriptors=self.descriptors,
         )  # fmt: skip
-        return WorkspaceSpec(self.image, limits, network)
+        return WorkspaceSpec(self.image, limits, network, dict(self.env))
 
 
 def provided(value: Json) -> Json:

@@ -254,7 +254,7 @@ class Keeper:
             os.umask(0o022)
             if op == "terminal":
                 fds = [file_calls.open_terminal(request["rows"], request["columns"], self.say_fd, request["id"])] * 3
-            for place, fd in enumerate([os.dup2(fd, 64 + n) for n, fd in enumerate(fds)]):
+            for place, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 3) for fd in fds]):
                 os.dup2(fd, place)
             libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
             _execute(request["words"], env)

@@ -284,11 +284,25 @@ async def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> Sequence[F
             some = (tasks[index] for index in range(min(len(tasks), LOOKED)))
             await _open(run, some, time.monotonic() + seconds)
         compared[split] = asked(tasks, run.openings, run.oracle, hiding, LOOKED, seconds)
-    findings = split_findings(compared, run.oracle)
+    named = {one.task.id: one.task for some in compared.values() for one in some}
+    findings = [
+        finding
+        for finding in split_findings(compared, run.oracle)
+        if finding.kind != "contradictory" or not await _both_right(run, [named[name] for name in finding.tasks])
+    ]
     if unknown := [split for split, tasks in splits.items() if len(tasks) and not compared[split]]:
         line = f"{', '.join(unknown)}: whether tasks ask the same: their openings and their data do not say all of it"
         findings.append(found("not_examined", Severity.INFO, line))
     return findings
+
+
+async def _both_right(run: Audit, tasks: Sequence[Task]) -> bool:
+    """Whether the first of tasks that open alike takes the answer that is stored with another."""
+    truths = [run.oracle.truths(task) for task in tasks]
+    other = next((answers[0] for answers in truths[1:] if answers and answers[0] not in truths[0]), None)
+    if run.oracle.form is None or other is None:
+        return False
+    return (await run.subject.play(tasks[0], run.oracle.form.turns(other), label="the answer of its like")).solved
 
 
 async def _ends_at_once(run: Audit) -> bool:

@@ -40,7 +40,8 @@ async def test_a_set_that_stores_no_answer(environments_venv: str) -> None:
 @pytest.mark.parametrize("name", [*NO_EXAMPLE, *EXAMPLES])
 async def test_the_five_sets_that_store_none(environments_venv: str, name: str) -> None:
     found = await of_set(environments_venv, name)
-    assert set(found) == ({"oracle", "constant"} if name == "propositional_logic" else {"oracle"})
+    alike = {"twice", "held_out"}  # by as many openings as there was time for
+    assert set(found) - alike == ({"oracle", "constant"} if name == "propositional_logic" else {"oracle"})
     assert "(`answer`) is None in all 4 tasks" in found["oracle"].line
     nothing = "nothing else that they store is paid" in found["oracle"].line
     assert (found["oracle"].severity is Severity.HIGH) == nothing == (name in NO_EXAMPLE)

@@ -296,7 +296,19 @@ class Copies(Sums):
         return [Task(t.id, some[i % 20].data) for i, t in enumerate(some)] if split == "train" else some
 
 
-@plant("one question has two answers", "contradictory", good=Sums)
+class TwoForms(Sums):
+    """One question comes with its answer written otherwise, which is right, too."""
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        some = list(super().tasks(split))
+        return [*some, *(Task(f"{t.id}-again", {**t.data, "answer": f"{t.data['answer']}.0"}) for t in some[:1])]
+
+    def right(self, text: str, data: Any) -> bool:
+        found = re.findall(r"#### (-?\d+(?:\.\d+)?)\s*$", text)
+        return bool(found) and float(found[-1]) == float(data["answer"])
+
+
+@plant("one question has two answers", "contradictory", good=TwoForms)
 class TwoAnswers(Sums):
     def tasks(self, split: str) -> Sequence[Task]:
         some = list(super().tasks(split))

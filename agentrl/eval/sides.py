@@ -75,6 +75,8 @@ class Side:
     """Its evaluations: of one run or model, or of several seeds."""
     called: str = ""
     """What its runs have in common, where they were put together by a key."""
+    behind: tuple[Evaluated, ...] = ()
+    """Runs that were put together with them, and are left out, since the others were evaluated after more steps."""
 
     @property
     def name(self) -> str:
@@ -144,9 +146,16 @@ def sides_of(
     for index, group in enumerate(groups):
         members = tuple(evaluated[start : start + len(group)])
         start += len(group)
-        sides.append(Side(LETTERS[index], members, called[index] if called else ""))
+        sides.append(_grown(LETTERS[index], members, called[index]) if called else Side(LETTERS[index], members))
         _check_seeds(sides[-1])
     return sides
+
+
+def _grown(letter: str, runs: Sequence[Evaluated], called: str) -> Side:
+    """The side of runs that keys put together, without those that did not get as far as the others."""
+    most = max((one.steps for one in runs), key=lambda steps: (max(steps, default=-1), min(steps, default=-1)))
+    members = tuple(one for one in runs if one.steps in ((), most))
+    return Side(letter, members, called, tuple(one for one in runs if one not in members))
 
 
 def _between(names: Sequence[str]) -> list[list[str]]:
@@ -335,6 +344,9 @@ def differences(sides: Sequence[Side], runs: Mapping[Path, Recipe | None]) -> tu
         told = ", ".join(f"{letter} {_trained(one)}" for letter, one in steps.items() if one)
         first.append(f"after different training: {told}")
     for side in sides:
+        if side.behind:
+            left = ", ".join(one.name for one in side.behind)
+            first.append(f"{side.letter}: left out, since its other runs were evaluated after more steps: {left}")
         first += _unlike_seeds(side, [runs[one.folder] for one in side.members])
     recipes = {side.letter: found for side in sides if (found := runs[side.folder]) is not None}
     evaluations = {letter: one.changed(rollout=dict(one.eval.rollout)) for letter, one in recipes.items()}

@@ -70,6 +70,19 @@ def test_runs_of_a_folder_are_put_together_by_a_key(here: Path, capsys: pytest.C
     assert "all runs have the same (train.steps=100)" in refused(capsys, "compare", "runs", "--by", "train.steps")
 
 
+def test_a_run_that_did_not_get_as_far_as_its_side_is_left_out_and_named(here: Path) -> None:
+    for name, step in (("a0", 40), ("a1", 20), ("b0", 40), ("b1", 40)):
+        keys = f"train.lr={1 if name[0] == 'a' else 3}e-4", f"train.seed={name[1]}"
+        run_of(here / "runs" / name, [[1.0], [0.0]] * 5, *keys, step=step)
+    found = agentrl.compare("runs", by=["train.lr"])
+    assert [side.name for side in found.sides] == ["train.lr=0.0001", "train.lr=0.0003"]
+    assert [[one.name for one in side.members] for side in found.sides] == [
+        ["runs/a0@40"], ["runs/b0@40", "runs/b1@40"],
+    ]  # fmt: skip
+    assert found.notes == ("A: left out, since its other runs were evaluated after more steps: runs/a1@20",)
+    assert found.paired[0].replicated
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),

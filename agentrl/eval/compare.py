@@ -224,6 +224,12 @@ def compared(sides: Sequence[Side], splits: Sequence[str] | None, asked: _Asked)
         notes.append(f"left out, not in all of them: {', '.join(left)}")
     prices = {folder: _prices(recipe) for folder, recipe in recipes.items()}
     paired = [one for split in common for one in _split(split, sides, asked, prices, notes)]
+    notes += [
+        f"{one.split}, {one.b} against {one.a}: tasks without a pair: "
+        + ", ".join(f"{why}: {number:,}" for why, number in one.alone.items())
+        for one in paired
+        if one.alone
+    ]
     raised = holm([one.found.p for one in paired])
     paired = [replace(one, p=p) for one, p in zip(paired, raised, strict=True)]
     return Comparison(tuple(sides), tuple(paired), tuple(notes), tuple(beside))

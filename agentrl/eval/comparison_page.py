@@ -106,8 +106,6 @@ def _intervals(paired: Sequence[Paired]) -> str:
 
 def _part(one: Paired, sides: Mapping[str, Side]) -> str:
     said = "".join(f"<p>{escape(line)}</p>" for line in sentences(one))
-    alone = ", ".join(f"{why}: {number:,}" for why, number in one.alone.items())
-    said += f"<p class=soft>Tasks without a pair: {escape(alone)}</p>" if alone else ""
     heading = f"<h2>{escape(one.split)}, {one.b} against {one.a}</h2>"
     return (
         heading

@@ -37,9 +37,6 @@ def show(comparison: Comparison, limit: int = 5, console: Console | None = None)
         console.print(f"[bold]{escape(one.split)}, {one.b} against {one.a}[/bold]: {escape(first)}")
         for text in others:
             console.print(text, highlight=False, markup=False)
-        if one.alone:
-            told = ", ".join(f"{why}: {number:,}" for why, number in one.alone.items())
-            console.print(f"Tasks without a pair: {told}.", highlight=False, markup=False)
         for text in (
             *_tasks(words(one.measure)[0], one, sides, limit),
             *_tasks(words(one.measure)[1], one, sides, limit),

@@ -349,8 +349,8 @@ def differences(sides: Sequence[Side], runs: Mapping[Path, Recipe | None]) -> tu
             first.append(f"{side.letter}: left out, since its other runs were evaluated after more steps: {left}")
         first += _unlike_seeds(side, [runs[one.folder] for one in side.members])
     recipes = {side.letter: found for side in sides if (found := runs[side.folder]) is not None}
-    evaluations = {letter: one.changed(rollout=dict(one.eval.rollout)) for letter, one in recipes.items()}
-    played = [key for key in _differing(list(evaluations.values())) if key.startswith(PLAYED)]
+    evaluations = {letter: _evaluating(one) for letter, one in recipes.items()}
+    played = _unlike_play(list(recipes.values()))
     if played:
         first.append(f"not played alike: {_values(played, evaluations)}")
     keys = _differing(list(recipes.values()))
@@ -369,11 +369,23 @@ def _unlike_seeds(side: Side, recipes: Sequence[Recipe | None]) -> Iterator[str]
     known = [one for one in recipes if one is not None]
     if len(side.members) == 1 or len(known) < 2:
         return
+    if keys := _unlike_play(known):
+        yield f"{side.letter}: its runs were not played alike, they differ in {_some(keys)}"
     if keys := [key for key in _differing(known) if not _below(key, PASSING)]:
         yield f"{side.letter}: its runs are not of one recipe, they differ in {_some(keys)}"
     seeds = [one.train.seed for one in known]
     if len(set(seeds)) < len(seeds):
         yield f"{side.letter}: some of its runs have the same {SEED}, so they vary less than seeds do"
+
+
+def _evaluating(recipe: Recipe) -> Recipe:
+    """The recipe with the limits of its evaluations as those of its rollouts."""
+    return recipe.changed(rollout=dict(recipe.eval.rollout))
+
+
+def _unlike_play(recipes: Sequence[Recipe]) -> list[str]:
+    """The keys by which evaluations were played, in which those by these recipes differ."""
+    return [key for key in _differing([_evaluating(one) for one in recipes]) if key.startswith(PLAYED)]
 
 
 def _differing(recipes: Sequence[Recipe]) -> list[str]:

@@ -133,7 +133,9 @@ def test_a_run_is_compared_with_itself_before(here: Path, capsys: pytest.Capture
     assert not same.paired[0].apart
 
 
-def test_three_are_compared_with_the_first_by_the_tasks_that_pair(here: Path) -> None:
+def test_three_are_compared_with_the_first_by_the_tasks_that_pair(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     stored(here / "a", [[1.0, 0.0]] * 30)
     stored(here / "b", [[1.0, 1.0]] * 29 + [[None, None]])
     stored(here / "c", [[1.0, None]] * 20)
@@ -144,6 +146,13 @@ def test_three_are_compared_with_the_first_by_the_tasks_that_pair(here: Path) ->
     assert first.found.value == second.found.value == 0.5
     assert first.p > first.found.p
     assert first.found.test == "exact permutation"
+    assert found.notes == (
+        "test, B against A: tasks without a pair: every sample failed: 1",
+        "test, C against A: tasks without a pair: A alone has them: 10",
+    )
+    assert main.run(["compare", "a", "b", "c", "--page", "found.html"]) == 0
+    said, page = capsys.readouterr().out, Path("found.html").read_text()
+    assert all(text.index(found.notes[0]) < text.index("50.0%") for text in (said, page))
 
 
 @pytest.mark.quick_cases(3)

@@ -136,6 +136,18 @@ def test_runs_that_are_no_seeds_of_one_recipe_are_named(here: Path) -> None:
     )
 
 
+def test_seeds_that_were_not_played_alike_are_named(here: Path) -> None:
+    a = run_of(here / "a", [[1.0], [0.0]] * 5, "train.seed=1", "eval.rollout={temperature: 0}")
+    b = run_of(here / "b", [[1.0], [0.0]] * 5, "train.seed=2")
+    c = run_of(here / "c", [[1.0], [0.0]] * 5, "train.seed=3", "eval.rollout={temperature: 0}")
+    told = "its runs were not played alike, they differ in rollout.temperature"
+    assert agentrl.compare(str(a), str(b), "vs", str(c)).notes == (f"A: {told}",)
+    assert agentrl.compare(str(c), "vs", str(a), str(b)).notes == (f"B: {told}",)
+    assert agentrl.compare(str(a), str(c), "vs", str(b)).notes == (
+        "not played alike: rollout.temperature 0.0 (A), 1.0 (B)",
+    )
+
+
 def test_the_mean_reward_is_compared_where_nothing_is_solved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored(here / "a", [[0.3, 0.25]] * 12)
     stored(here / "b", [[0.6, 0.5]] * 12)

@@ -94,6 +94,8 @@ class Paired:
     their standard deviation -> seeds a side that show the difference that was found, or was asked about."""
     also: Also | None = None
     """The other of accuracy and mean reward, where nobody said which to compare."""
+    trained: bool = False
+    """Whether it is about single runs of which one was trained, so that another seed would have given another."""
 
     @property
     def apart(self) -> bool:
@@ -286,7 +288,7 @@ def _pair(split: str, both: tuple[_Played, _Played], measure: Measure, asked: _A
     if len(both[0].outcomes) > 1 or len(both[1].outcomes) > 1:
         one = _by_seeds(one, matrices, asked)
     else:
-        one = _by_tasks(one, asked, trained=_trained(both))
+        one = _by_tasks(replace(one, trained=_trained(both)), asked)
     return one if asked.on is not None else replace(one, also=_also(one, tasks, names))
 
 
@@ -347,8 +349,8 @@ def _pooled(own: Sequence[Tasks], names: Sequence[str]) -> list[Outcome]:
     return [replace(one, group=index) for index, name in enumerate(names) for tasks in own for one in tasks[name]]
 
 
-def _by_tasks(one: Paired, asked: _Asked, trained: bool) -> Paired:
-    """The comparison of two evaluations: tasks are what it varies with. trained: seeds of training would be, too."""
+def _by_tasks(one: Paired, asked: _Asked) -> Paired:
+    """The comparison of two evaluations: tasks are what it varies with; where one is of a training, its seed too."""
     values, counts = _values(one.pairs)
     if one.measure.share:
         unit, most = 1 / max(counts), 1.0
@@ -360,7 +362,7 @@ def _by_tasks(one: Paired, asked: _Asked, trained: bool) -> Paired:
     sizes = {asked.difference(one.measure) or 0.0, abs(found.value)} - {0.0}
     needed = {size: tasks_needed(values, size, unit) for size in sorted(sizes)}
     one = replace(one, found=found, p=found.p, shown=difference_shown(values, unit, most), needed=needed)
-    if not trained or not one.measure.share or not sizes:
+    if not one.trained or not one.measure.share or not sizes:
         return one
     varies = float(values.var()) / len(values)
     size = abs(found.value) if found.p < 0.05 else asked.difference(one.measure) or abs(found.value)
@@ -396,8 +398,8 @@ def _also(one: Paired, tasks: Sequence[Sequence[Tasks]], names: Sequence[str]) -
     if one.replicated:
         found = replicated(matrices[0], matrices[1])[0]
     else:
-        bare = _by_tasks(replace(one, measure=other, pairs=tuple(pairs)), _Asked(other.name, None), trained=False)
-        found = bare.found
+        bare = replace(one, measure=other, pairs=tuple(pairs), trained=False)
+        found = _by_tasks(bare, _Asked(other.name, None)).found
     return Also(other, (float(matrices[0].mean()), float(matrices[1].mean())), found)
 
 
@@ -430,7 +432,7 @@ def sentences(one: Paired) -> Iterator[str]:
     if one.replicated:
         yield from _of_recipes(one)
         return
-    if one.seeds:
+    if one.trained:
         yield _of_checkpoints(one)
     if line := _of_tasks(one):
         yield line
@@ -461,17 +463,17 @@ def _of_recipes(one: Paired) -> Iterator[str]:
 
 
 def _of_checkpoints(one: Paired) -> str:
-    """What one seed a side can claim, and how many would be needed."""
+    """What one seed a side can claim, and of solved tasks how many would be needed."""
+    about = "One seed a side: this is about these two checkpoints, not these two recipes."
+    if not one.seeds:
+        return about
     size = one.measure.told(abs(one.found.value)) if one.found.p < 0.05 else None
     what = f"the {size} points" if size else "the difference that is asked about"
     needed = [
         f"{seeds or 'more than a thousand'} where seeds spread by {100 * spread:g} points"
         for spread, seeds in one.seeds.items()
     ]
-    return (
-        f"One seed a side: this is about these two checkpoints, not these two recipes. To show {what} of the recipes 8 "
-        f"times out of 10 takes so many seeds a side: {', '.join(needed)}."
-    )
+    return f"{about} To show {what} of the recipes 8 times out of 10 takes so many seeds a side: {', '.join(needed)}."
 
 
 def _of_tasks(one: Paired) -> str:

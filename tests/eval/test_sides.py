@@ -12,6 +12,7 @@ import agentrl
 from agentrl.checkpoint.code import code_state, read_code, record_code
 from agentrl.cli import main
 from agentrl.errors import UserError
+from agentrl.eval.compare import sentences
 from agentrl.eval.scan import keep
 from agentrl.rollout.trajectory_file import read_rows, stored_files
 
@@ -146,6 +147,16 @@ def test_seeds_that_were_not_played_alike_are_named(here: Path) -> None:
     assert agentrl.compare(str(a), str(c), "vs", str(b)).notes == (
         "not played alike: rollout.temperature 0.0 (A), 1.0 (B)",
     )
+
+
+@pytest.mark.parametrize("on", ["reward", "tokens", None])
+def test_two_trained_runs_are_two_checkpoints_by_every_measure(on: str | None, here: Path) -> None:
+    for name, seed, step in (("a", 1, 20), ("b", 2, 20), ("a", 1, 0)):
+        run_of(here / name, [[0.3 + step / 100], [0.25]] * 6, f"train.seed={seed}", step=step)
+    said = " ".join(sentences(agentrl.compare("a", "b", on=on).paired[0]))
+    assert "One seed a side: this is about these two checkpoints, not these two recipes." in said
+    assert "so many seeds" not in said
+    assert "One seed" not in " ".join(sentences(agentrl.compare("a", on=on).paired[0]))  # the run before and after
 
 
 def test_the_mean_reward_is_compared_where_nothing_is_solved(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from os import replace
 from pathlib import Path
@@ -176,7 +176,13 @@ class RunFolder:
             named = _OF_A_STEP.fullmatch(path.name)
             if named and path.is_file() and (named[1] is None or int(named[1]) > step):
                 path.unlink()
-        rows = [row for row in self.metrics() if row["step"] <= step]
+        self._write_metrics([row for row in self.metrics() if row["step"] <= step])
+
+    def add_metrics(self, step: int, metrics: Mapping[str, Json]) -> None:
+        """Add metrics to the row of a step."""
+        self._write_metrics([{**row, **metrics} if row["step"] == step else row for row in self.metrics()])
+
+    def _write_metrics(self, rows: Iterable[Mapping[str, Json]]) -> None:
         beside = self.path / (METRICS + ".new")
         beside.write_text("".join(dumps(row) + "\n" for row in rows))
         replace(beside, self.path / METRICS)

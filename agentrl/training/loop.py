@@ -125,6 +125,8 @@ class Loop:
             self.display.evaluations_left = self._evaluations_left
             self.display.compares = self.recipe.algorithm.advantage.name in COMPARING
             self.display.begin()
+            if self.step == self.rollouts.steps:
+                self._evaluate_last()
             while self.step < self.rollouts.steps:
                 self.display.check()
                 self._one_step()
@@ -198,6 +200,17 @@ class Loop:
         self.after = {split: found[split] for split in splits}
         self._accuracy = found[choosing].value
         return measured
+
+    def _evaluate_last(self) -> None:
+        """Evaluate after the last step, where an interrupt prevented it: the figures join the row of that step, and its
+        checkpoint."""
+        metrics = self._evaluate_when_due(self.step)
+        self.folder.add_metrics(self.step, metrics)
+        self._saved = -1
+        self.trackers.log(self.step, metrics)
+        shown, self._to_show = self._to_show, []
+        for show in shown:
+            show()
 
     def _evaluations_left(self, step: int) -> int:
         """How many splits are evaluated after later steps than `step`."""

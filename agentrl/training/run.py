@@ -29,7 +29,7 @@ from agentrl.secrets import masked_text
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
-from agentrl.training.preflight import check_run, told_of_data, with_epochs
+from agentrl.training.preflight import Checked, check_run, told_of_data, with_epochs
 from agentrl.training.setup import Start, set_up, stored_of
 from agentrl.training.taught import Taught
 from agentrl.view.freeze import write_report
@@ -204,7 +204,8 @@ def _prepare(
         checked = check_run(recipe)
         recipe = with_epochs(recipe, checked)
         steps = min(recipe.train.steps, len(files) or recipe.train.steps)
-        if saved and saved.step >= steps:
+        unevaluated = resumed is not None and _unevaluated(resumed, checked, steps)
+        if saved and (saved.step > steps or (saved.step == steps and not unevaluated)):
             more = "set train.steps higher to go on" if steps == recipe.train.steps else "no more steps are stored"
             raise UserError(f"--resume: step {saved.step} of {steps} is done; {more}")
         display = display or Display(steps, name, first_step=saved.step if saved else 0)
@@ -213,6 +214,12 @@ def _prepare(
         for line in (*told_of_data(recipe, checked), *told_of_stored(stored, files, recipe)):
             display.note(line)
         return Start(recipe, name, resumed, saved, checked, display, interrupts, stack.pop_all(), files, mirror=mirror)
+
+
+def _unevaluated(folder: RunFolder, checked: Checked, step: int) -> bool:
+    """Whether an interrupt prevented the evaluation after the last step."""
+    evaluated = any(key.startswith("eval/") for row in folder.metrics() if row["step"] == step for key in row)
+    return checked.choosing is not None and not evaluated
 
 
 def last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:
@@ -411,7 +418,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
         mirror.results()
     if interrupted:
         done = loop.step >= loop.rollouts.steps
-        then = "every step is done" if done else f"go on with: {loop.command} --resume {folder}"
+        then = "every step is done, and not evaluated" if done else f"go on with: {loop.command} --resume {folder}"
         display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
         rows = [(split, loop.before.get(split), after) for split, after in loop.after.items()]

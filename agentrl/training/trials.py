@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.checkpoint.run_folder import CHECKPOINTS, RECIPE, RunFolder
+from agentrl.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
 
@@ -54,8 +55,9 @@ class Trial:
 
     def saved(self) -> int | None:
         """The step of the last checkpoint; None where there is none."""
-        names = (path.name.removeprefix("step_") for path in (self.folder / CHECKPOINTS).glob("step_*"))
-        return max((int(name) for name in names if name.isdecimal()), default=None)
+        names = (path.name for path in (self.folder / CHECKPOINTS).glob("*"))
+        found = (re.fullmatch(r"step_(\d+)|\.step_(\d+)\.old", name) for name in names)  # old: it is being replaced
+        return max((int(one[1] or one[2]) for one in found if one), default=None)
 
     def held_out(self, step: int) -> dict[str, dict[str, float]]:
         """Split -> accuracy and mean reward after a step."""
@@ -81,12 +83,11 @@ class Trial:
         return ""
 
     def command(self, base: Path, step: int, more: Sequence[str]) -> list[str]:
-        """What trains it up to a step: anew, or from its last checkpoint. base: the sweep's recipe."""
+        """What trains it up to a step and evaluates it: anew, or from its last checkpoint. base: the sweep's recipe."""
         keys = [f"train.steps={step}", *more]
-        saved = self.saved()
-        if saved is not None and (self.folder / RECIPE).is_file() and saved < step:
+        if self.saved() is not None:
             return ["train", "--resume", str(self.folder), *keys]
-        if self.folder.exists():  # it ended before its first checkpoint, or was interrupted in its last evaluation
+        if self.folder.exists():  # it ended before its first checkpoint
             shutil.rmtree(self.folder)
         return ["train", str(base), *self.keys, *keys, f"output={self.folder}"]
 

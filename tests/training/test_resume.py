@@ -1,7 +1,9 @@
 """A run that is stopped and resumed is the run that was never stopped."""
 
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ from train_help import lines, metrics, numbers, records, small, steady
 from train_plugins import Noisy
 
 import agentrl
+from agentrl.checkpoint.checkpoints import Saved
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.errors import UserError
+from agentrl.eval.held_out import HeldOut
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
 from agentrl.training.run import TrainResult, resume_run
+from agentrl.trajectory import Group
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +99,30 @@ def test_resumed_it_is_the_same_run(whole: TrainResult, stopped: TrainResult, tm
     assert resumed.before == whole.before
     assert resumed.after == whole.after
     same(whole, resumed)
+
+
+def test_a_run_that_was_stopped_in_its_last_evaluation_is_evaluated(
+    whole: TrainResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample = HeldOut.sample
+
+    async def stopping(self: HeldOut, split: str, *, after: int = 0, **options: Any) -> list[Group]:
+        if after == STEPS and split == "test":  # once `validation` has been evaluated
+            os.kill(os.getpid(), signal.SIGINT)
+        return await sample(self, split, after=after, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldOut, "sample", stopping)
+        first = agentrl.train(job(tmp_path / "run"))
+    assert first.interrupted
+    assert first.steps == STEPS
+    assert not [key for key in metrics(first.folder)[-1] if key.startswith("eval/")]
+    resumed = resume_run(str(first.folder))
+    assert resumed.after == whole.after
+    same(whole, resumed)
+    assert Saved(STEPS, resumed.checkpoint).accuracy == Saved(STEPS, whole.checkpoint).accuracy is not None
+    with pytest.raises(UserError, match=f"step {STEPS} of {STEPS} is done; set train.steps higher"):
+        resume_run(str(first.folder))
 
 
 def test_steps_after_the_checkpoint_are_written_anew(stopped: TrainResult, tmp_path: Path) -> None:

@@ -156,6 +156,20 @@ def test_halving_drops_of_the_lower_half_what_is_told_apart(tmp_path: Path) -> N
     assert rows[2]["test accuracy"] == "0.7"
 
 
+def test_what_was_trained_is_gone_on_with_and_never_removed(tmp_path: Path) -> None:
+    trial = Trial(0, ("train.lr=1e-4",), tmp_path / "trials/001")
+    played(trial, [[1.0]], 20)
+    (trial.folder / "metrics.jsonl").write_text('{"step": 20, "reward/mean": 0.5}\n')  # stopped in its last evaluation
+    assert not trial.done(20)
+    resumed = ["train", "--resume", str(trial.folder), "train.steps=20"]
+    assert trial.command(tmp_path / "base.yaml", 20, ()) == resumed
+    saved = (trial.folder / "checkpoints/step_20").rename(trial.folder / "checkpoints/.step_20.old")
+    assert trial.command(tmp_path / "base.yaml", 20, ()) == resumed  # killed as it was replaced
+    saved.rename(trial.folder / "checkpoints/.step_20.part")
+    assert "--resume" not in trial.command(tmp_path / "base.yaml", 20, ())
+    assert not trial.folder.exists()
+
+
 @pytest.mark.slow
 def test_halving_drops_nothing_where_all_are_alike(tmp_path: Path) -> None:
     sweep, said = swept(tmp_path / "sweep", [0.5, 0.55, 0.52, 0.5])

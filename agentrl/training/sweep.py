@@ -90,6 +90,8 @@ def plan(recipe: Recipe, axes: Mapping[str, Axis], drawn: int, proposed: int, ha
     ranges = [key for key, axis in chosen.items() if isinstance(axis, Range)]
     if ranges and not drawn and not proposed:
         raise UserError(f"{ranges[0]}: a range has no end of values: add --random N, or --optuna N")
+    if recipe.eval.splits == ():
+        raise UserError("eval.splits=[]: a sweep compares what runs come to on held-out tasks: name a split")
     _check_rounds(recipe, halve, proposed)
     if proposed:
         check_installed()

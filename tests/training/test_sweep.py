@@ -82,6 +82,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["base.yaml", "train.lr=1e-5..1e-3"], "train.lr: a range has no end of values"),
         (["base.yaml", "train.seed=0..5"], "train.seed: name seeds one by one"),
         (["base.yaml", "train.lr=1e-5,abc"], "train.lr: expected a number"),
+        (["base.yaml", "train.lr=1,2", "eval.splits=[]"], "eval.splits=[]: a sweep compares what runs come to"),
         (["base.yaml", "train.lr=1,2", "--halve", "3"], "--halve: expected steps from 1 to 2"),
         (["base.yaml", "train.lr=1,2", "--halve", "x"], "--halve x: expected steps"),
         (["base.yaml", "train.lr=1,2", "train.schedule=cosine", "--halve", "1"], "set train.schedule=constant"),

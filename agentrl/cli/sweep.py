@@ -86,7 +86,7 @@ def _run(sweep: "Sweep", parallel: int, until: float, most_steps: int | None) ->
 
     from agentrl.recipe.load import load_recipe
     from agentrl.training.sweep import BASE
-    from agentrl.training.trials import Processes
+    from agentrl.training.trials import Processes, gpus
 
     plan, base = sweep.plan, sweep.folder / BASE
     recipe = load_recipe(base)
@@ -94,7 +94,8 @@ def _run(sweep: "Sweep", parallel: int, until: float, most_steps: int | None) ->
     more = (f"train.threads={share}",) if parallel > 1 and not recipe.train.threads else ()
     count = plan.proposed or len(plan.configurations)
     typer.echo(f"{sweep.folder}: {count} configurations, {count * max(1, len(plan.seeds))} runs of {plan.steps} steps")
-    whole = sweep.run(Processes(base, parallel, more, typer.echo, until), most_steps)
+    devices = gpus() if parallel > 1 and not recipe.cluster.address else ()  # a Ray cluster deals its own
+    whole = sweep.run(Processes(base, parallel, more, typer.echo, until, devices), most_steps)
     console().print(_table(sweep))
     again = f"agentrl sweep --resume {shlex.quote(str(sweep.folder))}"
     if not whole:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.checkpoint.run_folder import CHECKPOINTS, RunFolder
+from agentrl.cluster.placement import VISIBLE, visible
 from agentrl.errors import UserError
 from agentrl.plugins.types import Json
 
@@ -106,6 +107,8 @@ class Processes:
     """Told what begins and ends."""
     deadline: float = float("inf")
     """The time, by the monotonic clock, at which runs are interrupted."""
+    devices: Sequence[str] = ()
+    """The GPUs that runs share, as CUDA_VISIBLE_DEVICES names them; empty: each run sees what this process sees."""
 
     def train(self, trials: Sequence[Trial], step: int) -> bool:
         """Train trials up to a step; return whether all have been tried. False: time is over.
@@ -145,12 +148,10 @@ class Processes:
             raise UserError(f"{trial.folder}: cannot be trained: {error.strerror}") from error
 
     def _environment(self, slot: int) -> dict[str, str]:
-        """The environment of a run: its share of the GPUs that this process may see, where that is said."""
-        found = dict(os.environ)
-        devices = [one for one in found.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
-        if len(devices) >= self.parallel > 1:
-            found["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot :: self.parallel])
-        return found
+        """The environment of a run: its share of the GPUs; one, where there are fewer than runs."""
+        if not self.devices or self.parallel == 1:
+            return dict(os.environ)
+        return os.environ | {VISIBLE: ",".join(self.devices[slot % len(self.devices) :: self.parallel])}
 
     def _ended(self, trial: Trial, step: int, code: int) -> None:
         if trial.done(step):
@@ -158,6 +159,15 @@ class Processes:
             self.say(f"{trial.folder.name}: {told} after step {step}")
         else:
             self.say(f"{trial.folder.name}: failed (exit code {code}): {trial.trouble()}; {trial.log}")
+
+
+def gpus() -> list[str]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    if (shown := visible()) is not None:
+        return shown
+    import torch
+
+    return [str(number) for number in range(torch.cuda.device_count())]
 
 
 def _interrupt(processes: Sequence["subprocess.Popen[bytes]"]) -> None:

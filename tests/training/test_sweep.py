@@ -17,6 +17,7 @@ from cli_help import refused
 from evaluation_help import stored
 from train_help import small
 
+from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.training.axes import Range, split_keys
@@ -169,6 +170,40 @@ def test_what_was_trained_is_gone_on_with_and_never_removed(tmp_path: Path) -> N
     saved.rename(trial.folder / "checkpoints/.step_20.part")
     assert "--resume" not in trial.command(tmp_path / "base.yaml", 20, ())
     assert not trial.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("shown", "count", "dealt"),
+    [
+        (None, 3, ["0,2", "1"]),
+        (None, 1, ["0", "0"]),
+        (None, 0, [None, None]),
+        ("GPU-a,GPU-b", 4, ["GPU-a", "GPU-b"]),
+        ("", 4, ["", ""]),
+    ],
+)
+def test_runs_at_once_share_the_gpus(
+    shown: str | None, count: int, dealt: list[str | None], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str | None] = []
+
+    def train(self: Processes, trials: Sequence[Trial], step: int) -> bool:
+        found.extend(self._environment(slot).get("CUDA_VISIBLE_DEVICES") for slot in range(self.parallel))
+        return True
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr(Processes, "train", train)
+    Path("base.yaml").write_text(dump_recipe(small()))
+    assert main.run(["sweep", "base.yaml", "train.lr=1e-4,3e-4", "--parallel", "2"]) == 1  # no run is done
+    assert found == dealt
+    assert main.run(["sweep", "base.yaml", "train.lr=1e-4,3e-4"]) == 1
+    assert found[2:] == [shown]
+    Path("base.yaml").write_text(dump_recipe(small(cluster__address="auto")))
+    assert main.run(["sweep", "base.yaml", "train.lr=1e-4,3e-4", "--parallel", "2"]) == 1
+    assert found[3:] == [shown, shown]
 
 
 @pytest.mark.slow

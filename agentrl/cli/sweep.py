@@ -114,14 +114,18 @@ def _compare(sweep: "Sweep") -> None:
     import shlex
 
     from agentrl.eval.show_comparison import show
+    from agentrl.eval.sides import AGAINST, LETTERS
     from agentrl.training.sweep import TRIALS
 
     if (found := sweep.comparison()) is None:
         return
     show(found)
     if sweep.plan.keys:
-        words = ["agentrl", "compare", str(sweep.folder / TRIALS), "--by", ",".join(sweep.plan.keys)]
-        typer.echo(f"again, or by another measure (--on): {shlex.join(words)}")
+        words = [str(sweep.folder / TRIALS), "--by", ",".join(sweep.plan.keys)]
+        if len(sweep.plan.configurations) > len(LETTERS):
+            sides = ([str(one.folder) for one in side.members] for side in found.sides)
+            words = [word for side in sides for word in (*side, AGAINST)][:-1]
+        typer.echo(f"again, or by another measure (--on): {shlex.join(['agentrl', 'compare', *words])}")
 
 
 def _table(sweep: "Sweep") -> "Table":

@@ -325,13 +325,19 @@ class Sweep:
             writer.writerows(rows)
 
     def comparison(self) -> Comparison | None:
-        """Every configuration whose runs are done against the first of them; None where there are not two, or more than
-        `compare` has letters for."""
-        groups = [self.plan.trials(self.folder, index) for index in self.plan.alive]
-        done = [trials for trials in groups if all(trial.done(self.plan.steps) for trial in trials)]
-        if not 1 < len(done) <= len(LETTERS):
+        """Every configuration whose runs are done against the first of them, or, where `compare` has no letters for
+        all, the best; None where there are not two."""
+        steps = self.plan.steps
+        groups = {index: self.plan.trials(self.folder, index) for index in self.plan.alive}
+        done = [index for index, trials in groups.items() if all(trial.done(steps) for trial in trials)]
+        if len(done) < 2:
             return None
-        names = [name for trials in done for name in (*(str(trial.folder) for trial in trials), AGAINST)]
+        first, *others = done
+        best = sorted(others, key=lambda index: -(self.score(index, steps) or 0.0))[: len(LETTERS) - 1]
+        if len(best) < len(others):
+            self.say(f"{len(done)} configurations are done; the first is compared with the best {len(best)} others")
+        compared = (groups[index] for index in (first, *sorted(best)))
+        names = [name for trials in compared for name in (*(str(trial.folder) for trial in trials), AGAINST)]
         return compare(*names[:-1])
 
 

@@ -158,6 +158,19 @@ def test_halving_drops_of_the_lower_half_what_is_told_apart(tmp_path: Path) -> N
     assert rows[2]["test accuracy"] == "0.7"
 
 
+def test_of_more_configurations_than_letters_the_best_are_compared_with_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep, said = swept(tmp_path / "sweep", [0.1, 0.5, 0.2, 0.7, 0.4], tasks=10)
+    sweep.plan.steps = 10
+    monkeypatch.setattr("agentrl.training.sweep.LETTERS", "ABC")
+    found = sweep.comparison()
+    assert found is not None
+    rates = [Path(side.members[0].folder).name.split("-seed")[0] for side in found.sides]
+    assert rates == ["001-lr=1e-4", "002-lr=2e-4", "004-lr=4e-4"]
+    assert said == ["5 configurations are done; the first is compared with the best 2 others"]
+
+
 def test_what_was_trained_is_gone_on_with_and_never_removed(tmp_path: Path) -> None:
     trial = Trial(0, ("train.lr=1e-4",), tmp_path / "trials/001")
     played(trial, [[1.0]], 20)

@@ -9,8 +9,11 @@ from typer import Argument, Option
 from agentrl.cli.common import Text, Texts, console, recipe_and_keys, without_output
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.table import Table
 
+    from agentrl.plugins.types import Json
     from agentrl.training.sweep import Sweep
 
 _SHOWN = 60  # runs of the table
@@ -133,12 +136,29 @@ def _table(sweep: "Sweep") -> "Table":
     from rich.table import Table
 
     rows = sweep.rows()
-    names = list(dict.fromkeys(key for row in rows for key in row))
+    every = dict.fromkeys(key for row in rows for key in row)
+    bounds = {bound for name in every for bound in _bounds(name)}
+    names = [name for name in every if name not in bounds]
     table = Table()
     for name in names:
         table.add_column(escape(name))
     for row in rows[:_SHOWN]:
-        cells = [row.get(name, "") for name in names]
-        table.add_row(*(escape(f"{cell:.4g}" if isinstance(cell, float) else str(cell)) for cell in cells))
+        table.add_row(*(escape(_cell(row, name)) for name in names))
     table.caption = f"{sweep.folder / 'table.csv'}" + (f", {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else "")
     return table
+
+
+def _bounds(name: str) -> tuple[str, str]:
+    """The columns of a figure's interval, where it has one."""
+    stem = name.removesuffix("/mean")
+    return f"{stem}_low", f"{stem}_high"
+
+
+def _cell(row: "Mapping[str, Json]", name: str) -> str:
+    """A figure of a run with its interval, or another of its values."""
+    from agentrl.eval.result import Accuracy, MeanReward
+
+    value, low, high = row.get(name, ""), *map(row.get, _bounds(name))
+    if low is None or high is None:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return str((Accuracy if name.endswith("accuracy") else MeanReward)(value, low, high))

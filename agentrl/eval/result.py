@@ -33,6 +33,20 @@ class Accuracy(NamedTuple):
         return f"{self.value:.1%} ({self.low:.1%} to {self.high:.1%})"
 
 
+class MeanReward(NamedTuple):
+    """A mean reward with its 95 % interval."""
+
+    value: float
+    """Mean over samples."""
+    low: float
+    """Lower bound of the interval."""
+    high: float
+    """Upper bound of the interval."""
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
 class Part(NamedTuple):
     """The accuracy on the tasks of a split that agree in a field of their data."""
 
@@ -42,8 +56,8 @@ class Part(NamedTuple):
     """Number of samples, failed ones excluded."""
     accuracy: Accuracy
     """Share of samples solved, with its interval."""
-    reward: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Mean reward per sample, and the bounds of its 95 % interval."""
+    reward: MeanReward = MeanReward(0.0, 0.0, 0.0)
+    """Mean reward per sample, with its interval."""
 
 
 class ToolFigures(NamedTuple):
@@ -139,6 +153,11 @@ class SplitResult:
         """The accuracy with its interval."""
         return Accuracy(self.accuracy, self.low, self.high)
 
+    @property
+    def mean_reward(self) -> MeanReward:
+        """The mean reward with its interval."""
+        return MeanReward(self.reward, self.reward_low, self.reward_high)
+
     def json(self) -> dict[str, Json]:
         """The fields as a dictionary, which `json.dumps` takes."""
         tools = {name: one._asdict() for name, one in self.tools.items()}
@@ -204,7 +223,7 @@ def parts_by(tasks: Sequence[Sequence[Outcome]], name: str) -> dict[str, Part]:
     for value, those in chosen.items():
         correct, samples = _counts(those)
         accuracy = Accuracy(*accuracy_interval(correct, samples))
-        found[value] = Part(len(those), sum(samples), accuracy, mean_interval(_rewards(those)))
+        found[value] = Part(len(those), sum(samples), accuracy, MeanReward(*mean_interval(_rewards(those))))
     return dict(sorted(found.items(), key=lambda item: (item[1].accuracy.value, item[0])))
 
 

@@ -17,7 +17,7 @@ from agentrl.checkpoint.run_folder import CHECKPOINTS, RECIPE, FolderLock, RunFo
 from agentrl.errors import UserError
 from agentrl.eval.evaluate import evaluate
 from agentrl.eval.progress import Progress
-from agentrl.eval.result import Accuracy
+from agentrl.eval.result import Accuracy, MeanReward
 from agentrl.fine_tuning.run import resume_sft, sft
 from agentrl.fine_tuning.stage import digest, stage_key, stage_recipe
 from agentrl.fine_tuning.trainer import ENDS
@@ -88,12 +88,12 @@ def teach(recipe: Recipe, display: Display) -> Taught:
     place = place_of(recipe)
     if there := kept(place):
         display.note(f"start: {recipe.start}: taught already, begins with {place / FOLDER}")
-    before = _before(recipe, place, display)
+    before, rewards = _before(recipe, place, display)
     taught = Taught.read(place) if there else _taught(recipe, place, display)
     gc.collect()  # the run that follows wants the memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    return replace(taught, before=before)
+    return replace(taught, before=before, rewards=rewards)
 
 
 def _taught(recipe: Recipe, place: Path, display: Display) -> Taught:
@@ -138,17 +138,19 @@ def _keep(place: Path) -> Taught:
     return taught
 
 
-def _before(recipe: Recipe, place: Path, display: Display) -> Mapping[str, Accuracy]:
-    """Held-out accuracy of the model that is taught, by split: measured once for the settings of the evaluation. A
-    model that is made has none."""
+def _before(recipe: Recipe, place: Path, display: Display) -> tuple[Mapping[str, Accuracy], Mapping[str, MeanReward]]:
+    """Held-out accuracy and mean reward of the model that is taught, by split: measured once for the settings of the
+    evaluation. A model that is made has none."""
     if not recipe.eval.before or recipe.new_model is not None:
-        return {}
+        return {}, {}
     file = place / f"before-{digest([recipe.written()[key] for key in MEASURED])}.json"
     if not file.is_file():
         found = evaluate(recipe, progress=Progress(display.console))
         place.mkdir(parents=True, exist_ok=True)
-        write_whole(file, dumps({result.split: list(result.interval) for result in found.splits}))
-    before = {split: Accuracy.read(value) for split, value in loads(file.read_text(encoding="utf-8")).items()}
+        write_whole(file, dumps({one.split: [*one.interval, *one.mean_reward] for one in found.splits}))
+    known = loads(file.read_text(encoding="utf-8"))
+    before = {split: Accuracy(*figures[:3]) for split, figures in known.items()}
+    rewards = {split: MeanReward(*figures[3:]) for split, figures in known.items() if figures[3:]}
     shown = "  ".join(f"{split} {accuracy.value:.1%}" for split, accuracy in before.items())
     display.note(f"start: held-out accuracy before it: {shown}")
-    return before
+    return before, rewards

@@ -15,13 +15,14 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl.errors import UserError
-from agentrl.eval.result import Accuracy
+from agentrl.eval.result import Accuracy, MeanReward
 from agentrl.plugins.types import Json
 from agentrl.secrets import masked_text
 from agentrl.terminal import terminal
 
 SPARKS = "▁▂▃▄▅▆▇█"
 _UNLOGGED = 1000  # lines that wait for a log
+_SAME = 1e-9  # between a mean reward and an accuracy that are the same figure
 WIDTH = 48  # maximum width of a curve, in characters
 
 
@@ -65,10 +66,10 @@ def clock(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{s:02d}" if minutes >= 60 else f"{minutes}:{s:02d}"
 
 
-def _with_interval(accuracy: Accuracy | None) -> str:
-    if accuracy is None:
+def _with_interval(figure: Accuracy | MeanReward | None) -> str:
+    if figure is None:
         return "-"
-    value, _, interval = str(accuracy).partition(" ")
+    value, _, interval = str(figure).partition(" ")
     return f"[bold]{value}[/bold] {interval}".rstrip()
 
 
@@ -261,9 +262,12 @@ class Display:
         folder: str,
         seconds: float,
         untaught: Mapping[str, Accuracy] = MappingProxyType({}),
+        rewards: Mapping[str, Sequence[MeanReward | None]] = MappingProxyType({}),
     ) -> None:
         """Print the result. rows: (split, accuracy before, accuracy after). seconds: duration of the whole run.
-        untaught: accuracy before the recipe's `start`, by split; the accuracy before is then that after it."""
+        untaught: accuracy before the recipe's `start`, by split; the accuracy before is then that after it. rewards:
+        by split the mean rewards before the `start`, before and after, which are shown where they are not the
+        accuracies."""
         for split, before, after in rows:
             self.log(f"{split}: held-out accuracy {'' if before is None else f'{before} before, '}{after} after")
         self.log(f"{clock(seconds)} in total")
@@ -272,8 +276,11 @@ class Display:
         for column in ("held-out split", "before", *(["after the start"] if untaught else []), "after"):
             table.add_column(column, justify="left" if column == "held-out split" else "right")
         for split, before, after in rows:
-            found = (untaught.get(split), before, after) if untaught else (before, after)
-            table.add_row(escape(split), *map(_with_interval, found))
+            found, means = (untaught.get(split), before, after), rewards.get(split, ())
+            table.add_row(escape(split), *map(_with_interval, found[0 if untaught else 1 :]))
+            both = zip(found, means, strict=False)
+            if any(one and mean and abs(one.value - mean.value) > _SAME for one, mean in both):
+                table.add_row("  mean reward", *map(_with_interval, means[0 if untaught else 1 :]))
         if rows:
             self._print(table)
         if self.values:

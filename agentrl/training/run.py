@@ -17,10 +17,11 @@ from agentrl.cluster.errors import WorkerLost
 from agentrl.containment.event_loop import blocking
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
-from agentrl.eval.result import Accuracy
+from agentrl.eval.result import Accuracy, MeanReward
 from agentrl.eval.why import reasons
 from agentrl.learner.monitors import RANGES, WATCHED
 from agentrl.models.load import load_tokenizer, resolve_types
+from agentrl.plugins.types import Json
 from agentrl.recipe.load import differing, leaves, load_recipe, recipe_name
 from agentrl.recipe.schema import Recipe
 from agentrl.remote import is_remote
@@ -422,7 +423,7 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
         display.note(f"Interrupted. The checkpoint of step {loop.step} is saved in {last.path}; {then}")
     else:
         rows = [(split, loop.before.get(split), after) for split, after in loop.after.items()]
-        display.final(rows, str(folder), seconds, untaught)
+        display.final(rows, str(folder), seconds, untaught, {split: _mean_rewards(loop, split) for split in loop.after})
         for finding in loop.health.remaining():
             display.note(f"still so at the end: {finding.line}")
         display.note(loop.profiler.describe())
@@ -433,6 +434,15 @@ def _finish(loop: Loop, interrupted: bool, seconds: float, mirror: Mirror | None
     return TrainResult(
         folder, loop.step, last.path, before, after, interrupted, {s: a.value for s, a in untaught.items()}
     )
+
+
+def _mean_rewards(loop: Loop, split: str) -> list[MeanReward | None]:
+    """The mean rewards on a split before the recipe's `start`, before the first step and after the last."""
+    rows, name = {row["step"]: row for row in loop.folder.metrics()}, f"eval/{split}/reward"
+    keys = f"{name}/mean", f"{name}_low", f"{name}_high"
+    figures: list[list[Json]] = [[rows.get(step, {}).get(key) for key in keys] for step in (0, loop.step)]
+    untaught = loop.taught.rewards.get(split) if loop.taught is not None else None
+    return [untaught, *(None if None in found else MeanReward(*found) for found in figures)]
 
 
 def _best_checkpoint(best: Saved, last: Saved, start: Accuracy | None) -> str | None:

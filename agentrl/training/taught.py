@@ -9,7 +9,7 @@ from pathlib import Path
 from agentrl.checkpoint.checkpoints import ADAPTER
 from agentrl.checkpoint.disk import write_whole
 from agentrl.errors import UserError
-from agentrl.eval.result import Accuracy
+from agentrl.eval.result import Accuracy, MeanReward
 from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json
 from agentrl.recipe.schema import Recipe
@@ -32,6 +32,8 @@ class Taught:
     """Cross entropy of its first and of its last steps, in nats a token."""
     before: Mapping[str, Accuracy] = field(default_factory=dict)
     """Held-out accuracy before the stage, by split; empty where it was not evaluated."""
+    rewards: Mapping[str, MeanReward] = field(default_factory=dict)
+    """Mean reward before the stage, by split; empty where it was not evaluated, or by an older version."""
 
     @classmethod
     def read(cls, place: Path) -> "Taught":
@@ -40,8 +42,9 @@ class Taught:
         try:
             found = loads(file.read_text(encoding="utf-8"))
             before = {str(split): Accuracy.read(value) for split, value in found["before"].items()}
+            rewards = {str(split): MeanReward(*value) for split, value in found.get("rewards", {}).items()}
             first, last = map(float, found["loss"])
-            taught = cls(folder, int(found["steps"]), (first, last), before)
+            taught = cls(folder, int(found["steps"]), (first, last), before, rewards)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{file}: what `start` taught cannot be read: {error}; start a new run") from error
         if not (folder / "config.json").is_file():
@@ -50,7 +53,8 @@ class Taught:
 
     def write(self, place: Path) -> None:
         """Write its file into a folder."""
-        found = {"steps": self.steps, "loss": list(self.loss), "before": {s: list(a) for s, a in self.before.items()}}
+        before, rewards = ({s: list(one) for s, one in found.items()} for found in (self.before, self.rewards))
+        found = {"steps": self.steps, "loss": list(self.loss), "before": before, "rewards": rewards}
         write_whole(place / FILE, dumps(found, indent=1) + "\n")
 
     def put_into(self, place: Path) -> "Taught":
@@ -72,9 +76,10 @@ class Taught:
         found: dict[str, Json] = {
             "start/steps": self.steps, "start/loss_first": self.loss[0], "start/loss_last": self.loss[1]
         }  # fmt: skip
-        for split, accuracy in self.before.items():
-            name = f"start/{split}/accuracy"
-            found |= {name: accuracy.value, f"{name}_low": accuracy.low, f"{name}_high": accuracy.high}
+        for kind, figures in (("accuracy", self.before), ("reward", self.rewards)):
+            for split, one in figures.items():
+                name = f"start/{split}/{kind}"
+                found |= {name: one.value, f"{name}_low": one.low, f"{name}_high": one.high}
         return {name: value for name, value in found.items() if value is not None}
 
 

@@ -21,6 +21,8 @@ from agentrl.plugins.types import Json
 _POLL = 0.2  # seconds
 _PATIENCE = 120.0
 """Seconds that an interrupted run has to save its last whole step."""
+FIGURES = "accuracy", "accuracy_low", "accuracy_high", "reward/mean", "reward_low", "reward_high"
+"""What is told of a run on a held-out split."""
 _LAST = 4000  # bytes of a log that its last line is sought in
 _BOOT = (
     "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
@@ -61,13 +63,13 @@ class Trial:
         return max((int(one[1] or one[2]) for one in found if one), default=None)
 
     def held_out(self, step: int) -> dict[str, dict[str, float]]:
-        """Split -> accuracy and mean reward after a step."""
+        """Split -> accuracy and mean reward after a step, each with its 95 % interval."""
         found: dict[str, dict[str, float]] = {}
         for row in self.rows():
             for key, value in row.items() if row["step"] == step else ():
                 kind, _, rest = key.partition("/")
                 split, _, name = rest.partition("/")
-                if kind == "eval" and name in ("accuracy", "reward/mean"):
+                if kind == "eval" and name in FIGURES:
                     found.setdefault(split, {})[name] = value
         return found
 

@@ -77,6 +77,7 @@ def test_a_run_begins_with_what_was_taught_and_the_next_one_too(tmp_path: Path) 
     assert first["start/steps"] == 3
     assert 0 < first["start/loss_last"] < 0.1, "the embedded model knows these demonstrations"
     assert result.untaught == {"test": first["start/test/accuracy"]}
+    assert first["start/test/reward_low"] <= first["start/test/reward"] <= first["start/test/reward_high"]
     assert first["eval/test/accuracy"] == result.before["test"]
     assert "after the start" in said
     again, said = run(train={**SMALL["train"], "lr": 2e-12})  # type: ignore[dict-item]

@@ -186,11 +186,11 @@ OWN = ("tool/<name>/<key>", "train/<metric>", "metric/<name>")  # of somebody's 
 UNSEEN = {
     "health", "memory/<phase>_<role>_gb", "time/reward_model_s", "reward_model/tflops", "reward_model/mfu", "eval/loss",
     "train/epoch", "mismatch/experts", "train/accuracy", "eval/accuracy", "seat/<seat>/reward_mean",
-    "workspace/tampering/<kind>",
-    "start/<split>/accuracy", "start/steps", "start/loss_first", "start/loss_last",
+    "workspace/tampering/<kind>", "time/sample_workspace_s",
+    "start/<split>/accuracy", "start/<split>/reward", "start/steps", "start/loss_first", "start/loss_last",
 }  # fmt: skip
 """Documented keys that only workers, a reward model, its training, a mixture of experts, a run that is not well,
-supervised runs, an environment that rewards seats, agents that tamper in workspaces, and runs with a `start`
+supervised runs, an environment that rewards seats, workspaces and agents that tamper there, and runs with a `start`
 (tests/fine_tuning/test_start.py) write."""
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from train_help import small
 
 import agentrl
+from agentrl.eval.result import Accuracy, MeanReward
 from agentrl.training import display as displays
 from agentrl.training.display import Display
 
@@ -39,6 +40,18 @@ def test_the_line_of_a_step(metrics: dict[str, Any], compares: bool, words: str)
     display.compares = compares
     display.step(1, STEP | metrics)
     assert words in shown(display.console)
+
+
+def test_mean_rewards_stand_in_the_last_table_where_they_are_not_the_accuracies() -> None:
+    display = Display(3, "run", Console(file=io.StringIO(), width=200))
+    before, after = Accuracy(0.1, 0.05, 0.2), Accuracy(0.5, 0.4, 0.6)
+    means = [MeanReward(0.02, 0.01, 0.03), MeanReward(0.25, 0.2, 0.3), MeanReward(0.55, 0.5, 0.65)]
+    rewards = {"test": means, "other": [None, MeanReward(*before), MeanReward(*after)]}
+    rows = [("test", before, after), ("other", before, after)]
+    display.final(rows, "runs/x", 1.0, rewards=rewards)
+    display.final(rows[:1], "runs/x", 1.0, {"test": Accuracy(0.0, 0.0, 0.1)}, rewards)
+    said = [line.split("│")[1:-1] for line in shown(display.console).splitlines() if "mean reward" in line]
+    assert [[cell.strip() for cell in line[1:]] for line in said] == [list(map(str, means[1:])), list(map(str, means))]
 
 
 def test_the_time_left_counts_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Sweeps: what is tried, what is dropped and why, and real small runs that are killed and gone on with."""
 
 import csv
+import io
 import json
 import os
 import random
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 from cli_help import refused
 from evaluation_help import stored
+from rich.console import Console
 from train_help import small
 
 from agentrl.cli import main
+from agentrl.cli.sweep import _table
 from agentrl.errors import UserError
 from agentrl.recipe.load import dump_recipe, load_recipe
 from agentrl.training.axes import Range, split_keys
@@ -115,6 +118,9 @@ def test_a_budget_is_a_time_or_steps() -> None:
     assert deadline("2h")[0] - time.monotonic() == pytest.approx(7200, abs=60)
 
 
+BOUNDS = ("low", -0.1), ("high", 0.1)
+
+
 def played(trial: Trial, solved: Sequence[Sequence[float]], step: int) -> None:
     """Leave what a run leaves that was trained up to a step."""
     stored(trial.folder, solved, step=step)
@@ -122,6 +128,7 @@ def played(trial: Trial, solved: Sequence[Sequence[float]], step: int) -> None:
     (trial.folder / f"checkpoints/step_{step}").mkdir(parents=True)
     accuracy = float(np.mean(solved))
     row = {"step": step, "eval/test/accuracy": accuracy, "eval/test/reward/mean": accuracy}
+    row |= {f"eval/test/{name}_{end}": accuracy + by for name in ("accuracy", "reward") for end, by in BOUNDS}
     (trial.folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
 
 
@@ -155,7 +162,13 @@ def test_halving_drops_of_the_lower_half_what_is_told_apart(tmp_path: Path) -> N
     with (tmp_path / "sweep/table.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["state"] for row in rows] == ["dropped"] * 2 + ["begun"] * 6
-    assert rows[2]["test accuracy"] == "0.7"
+    assert [rows[2][f"test {name}"] for name in ("accuracy", "reward_low")] == ["0.7", str(0.7 - 0.1)]
+    console = Console(width=300, file=io.StringIO())
+    console.print(_table(again))
+    said = console.file.getvalue()
+    assert "70.0% (60.0% to 80.0%)" in said
+    assert "0.700 (0.600 to 0.800)" in said
+    assert "reward_low" not in said
 
 
 def test_of_more_configurations_than_letters_the_best_are_compared_with_the_first(

@@ -13,7 +13,8 @@ thresholds were set on "well", and are shown on "shown". Two of sub_agents learn
 out of tokens, which is said: they are listed, and not counted. Exits with 1 where less than 95 % of the pathologies are
 named right, or a healthy run raises anything.
 
-The rows (`health.jsonl.gz`) are of runs on two cores that others used too: their times are noisy.
+The rows (`health.jsonl.gz`) are of runs on two cores that others used too: their times are noisy, and left out of the
+run that was evaluated every five steps ("eval").
 """
 
 import argparse

@@ -224,14 +224,14 @@ def test_rows_of_strangers_are_read_as_far_as_they_go() -> None:
 
 @pytest.mark.slow
 def test_planted_pathologies_are_named_and_healthy_runs_raise_nothing() -> None:
-    """The table of the benchmark: 95 % right by name and cause, and no alarm in twenty healthy runs."""
+    """The table of the benchmark: 95 % right by name and cause, and no alarm in the healthy runs."""
     command = [sys.executable, str(ROOT / "benchmarks" / "health.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     (right, planted, _, _, alarms, runs) = map(int, re.findall(r"(?<=[: ])\d+(?= of|$|\n|;)", done.stdout)[-6:])
-    assert planted >= 45
+    assert planted >= 50
     assert right >= 0.95 * planted
-    assert runs >= 19
+    assert runs >= 29
     assert alarms == 0
 
 

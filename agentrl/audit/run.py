@@ -297,12 +297,14 @@ async def _tasks(run: Audit, splits: Mapping[str, Sequence[Task]]) -> Sequence[F
 
 
 async def _both_right(run: Audit, tasks: Sequence[Task]) -> bool:
-    """Whether the first of tasks that open alike takes the answer that is stored with another."""
-    truths = [run.oracle.truths(task) for task in tasks]
-    other = next((answers[0] for answers in truths[1:] if answers and answers[0] not in truths[0]), None)
-    if run.oracle.form is None or other is None:
+    """Whether of two tasks that open alike, and store different answers, one takes the other's."""
+    form, first, truths = run.oracle.form, tasks[0], run.oracle.truths
+    other = next((task for task in tasks[1:] if truths(task) and truths(task)[0] not in truths(first)), None)
+    if form is None or other is None:
         return False
-    return (await run.subject.play(tasks[0], run.oracle.form.turns(other), label="the answer of its like")).solved
+    pairs = ((first, other), (other, first))
+    plays = [await run.subject.play(a, form.turns(truths(b)[0]), label="the answer of its like") for a, b in pairs]
+    return any(play.solved for play in plays)
 
 
 async def _ends_at_once(run: Audit) -> bool:

@@ -3,10 +3,16 @@
 import asyncio
 import base64
 import json
+import shlex
+import threading
 from collections import Counter
+from contextlib import contextmanager
+from queue import Queue
 from random import Random
 
 import pytest
+from agentrl_envs.swe.environment import WORK, Swe, question
+from agentrl_envs.swe.mutations import Mutation
 from aiohttp import web
 from fakes import TASK, Echo, Env
 from serving import serving
@@ -73,6 +79,25 @@ class Endpoint:
     async def listing(self, request):
         data = [{"id": name, "object": "model", "created": 0, "owned_by": "us"} for name in self.models]
         return web.json_response({"object": "list", "data": data})
+
+
+@contextmanager
+def served(answer):
+    """The URL of an endpoint that a thread serves."""
+    stop, ready = threading.Event(), Queue()
+
+    async def serve():
+        async with Endpoint(answer) as endpoint:
+            ready.put(endpoint.url)
+            await asyncio.to_thread(stop.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        yield ready.get(timeout=30)
+    finally:
+        stop.set()
+        thread.join()
 
 
 async def drive(endpoint, env=None, tools=(), **args):
@@ -209,20 +234,8 @@ def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, c
         calls = [(c["function"]["name"], json.dumps(c["function"]["arguments"])) for c in message.get("tool_calls", [])]
         return completion(message["content"], calls)
 
-    async def serve(stop, ready):
-        async with Endpoint(answer) as endpoint:
-            ready.append(endpoint.url)
-            await asyncio.to_thread(stop.wait)
-
-    import threading
-
-    stop, ready = threading.Event(), []
-    thread = threading.Thread(target=lambda: asyncio.run(serve(stop, ready)))
-    thread.start()
-    try:
-        while not ready:
-            stop.wait(0.01)
-        overrides = ["engine.name=openai", "engine.args.model=good-model", f"engine.args.base_url={ready[0]}"]
+    with served(answer) as url:
+        overrides = ["engine.name=openai", "engine.args.model=good-model", f"engine.args.base_url={url}"]
         out = tmp_path / "result.json"
         recipe = "recipes/gsm8k_tool.yaml"
         overrides += ["engine.args.prices.input=2", "engine.args.prices.output=10"]
@@ -236,18 +249,48 @@ def test_eval_plays_the_recipes_tasks_and_tools_through_the_endpoint(tmp_path, c
         said = capsys.readouterr().out
         assert "good-model" in said
         assert "cost" in said
-        monkeypatch.setenv("OPENAI_BASE_URL", ready[0])
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
         other = ["eval", recipe, "--model", "openai:good-model", "eval.tasks=2", "--split", "test", "--json", str(out)]
         assert run([*other, "--output", str(tmp_path / "other")]) == 0
         found = json.loads(out.read_text())
         assert (found["splits"]["test"]["accuracy"], found["splits"]["test"]["tasks"]) == (1.0, 2)
-        assert f"good-model at {ready[0]}" in " ".join(capsys.readouterr().out.split())
+        assert f"good-model at {url}" in " ".join(capsys.readouterr().out.split())
         assert run(["eval", recipe, "--model", "openai:god-model", "--no-keep"]) == 2
         assert "has no model 'god-model'; did you mean 'good-model'" in capsys.readouterr().err
         assert run(["train", recipe, *overrides]) == 2
         assert "cannot be trained" in capsys.readouterr().err
-    finally:
-        stop.set()
-        thread.join()
     with pytest.raises(UserError, match=r"engine\.args\.model: OpenAIEngine needs it"):
         agentrl.evaluate(Recipe.model_validate({"engine": {"name": "openai"}}))
+
+
+REPAIR = """python3 -c '
+import sys
+path, start, end, sound = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4].encode()
+data = open(path, "rb").read()
+open(path, "wb").write(data[:start] + sound + data[end:])' """
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bubblewrap")
+def test_eval_lets_a_model_behind_an_endpoint_repair_packages(tmp_path, monkeypatch):
+    source = Swe.example["source"]
+    tasks = {question(task): task for task in Swe(source).tasks("test")}
+
+    def answer(body):
+        if body["messages"][-1]["role"] == "tool":
+            return completion("Repaired.")
+        data = tasks[body["messages"][0]["content"]].data
+        mutation = Mutation(**data["mutation"])
+        end = mutation.start + len(mutation.text.encode())
+        words = (f"{WORK}/{data['file']}", str(mutation.start), str(end), data["sound"])
+        command = REPAIR + shlex.join(words) if data["id"] != next(iter(tasks.values())).id else "true"
+        return completion(None, [("terminal", json.dumps({"command": command}))])
+
+    recipe, out = tmp_path / "repairs.yaml", tmp_path / "result.json"
+    recipe.write_text(f"env: {{name: swe, source: {source}}}\ntools: [terminal, edit]\nworkspace: bwrap\n")
+    with served(answer) as url:
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        asked = ["eval", str(recipe), "--model", "openai:good-model", "--split", "test", "--json", str(out)]
+        assert run([*asked, "--output", str(tmp_path / "kept")]) == 0
+    found = json.loads(out.read_text())["splits"]["test"]
+    assert (found["tasks"], found["accuracy"]) == (len(tasks), pytest.approx(1 - 1 / len(tasks)))

@@ -27,6 +27,9 @@ def python_root(*programs: str) -> bytes:
     buffer = io.BytesIO(root_folder())
     with tarfile.open(fileobj=buffer, mode="a") as tar:
         tar.dereference = True
+        own = tarfile.TarInfo("usr/local/bin")
+        own.type, own.mode = tarfile.DIRTYPE, 0o755
+        tar.addfile(own)
         for path in sorted(set(re.findall(r"(/\S+\.so\S*) \(0x", linked))):
             tar.add(path)
         tar.add(python, "usr/bin/python3")

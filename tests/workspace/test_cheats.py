@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
-from cheats import ANSWER, AT_GRADING, CHEATS, PROGRAM, Cheat
+from cheats import ANSWER, AT_GRADING, BIN, CHEATS, PROGRAM, Cheat
 from paths import ROOT
 from podman_help import podman_service
 from python_image import PYTHON_IMAGE, python_root
@@ -129,6 +129,16 @@ async def test_a_cheat_earns_nothing_and_is_counted(begun: Begun, cheat: Cheat) 
     assert found.rewards.get("reward", 0.0) == 0.0, found
     assert cheat.fault in found.fault
     assert kinds(found) >= {cheat.counted} - {""} or await refused(begun, cheat), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", ["docker"], indirect=True)
+@pytest.mark.parametrize("cheat", [cheat for cheat in CHEATS if cheat.needs == BIN], ids=lambda cheat: cheat.name)
+async def test_a_cheat_that_bubblewrap_refuses_is_counted_in_a_container(begun: Begun, cheat: Cheat) -> None:
+    assert not await refused(begun, cheat)
+    found = await graded(begun, cheat.task, cheat.script)
+    assert found.rewards.get("reward", 0.0) == 0.0, found
+    assert cheat.counted in kinds(found), found
 
 
 @pytest.mark.slow

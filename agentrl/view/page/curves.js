@@ -18,7 +18,7 @@ export function named(table, key) {
   return found;
 }
 
-const bounds = ([low, high]) => (low === null ? `at most ${high}` : high === null ? `at least ${low}` : `${low} to ${high}`);
+const bounds = ([low, high]) => (low === null ? (high === 0 ? "0" : `at most ${high}`) : high === null ? `at least ${low}` : `${low} to ${high}`);
 
 // The name of a metric, which says what it means once it is pointed at, focused or pressed.
 export function heading(app, key) {
@@ -46,8 +46,8 @@ function meaning(app, key) {
   const { metrics, watched, conditions } = app.meanings;
   const own = key.startsWith("eval/") || key.startsWith("env/") || key.startsWith("reward/");
   const one = named(metrics, key) ?? {};
-  const range = named(app.meanings.ranges, key);
-  const found = [["means", one.meaning ?? (own ? "" : "a metric of your own: nothing is written of it")], ["healthy", one.healthy || (range && bounds(range))], ["else", one.remedy], ["computed in", one.where && h("code", null, one.where)],
+  const range = named(app.meanings.ranges, key), within = range && bounds(range);
+  const found = [["means", one.meaning ?? (own ? "" : "a metric of your own: nothing is written of it")], ["healthy", within && one.healthy?.startsWith(within) ? one.healthy : [within, one.healthy].filter(Boolean).join("; ")], ["else", one.remedy], ["computed in", one.where && h("code", null, one.where)],
     ["interval", app.runs.some((run) => run.band(key).length) && "the band of a run: 95 %, over tasks"]];
   const health = (watched[key] ?? []).map((name) => h("li", null, h("b", null, name.replaceAll("_", " ")), `: ${brief(conditions[name] ?? "")}`));
   return [h("dl", null, found.filter(([, text]) => text).map(([name, text]) => h("div", null, h("dt", null, name), h("dd", null, text)))),

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from agentrl_tools.sandbox import Limits
 from agentrl_tools.sandbox.bwrap import BwrapSandbox
@@ -243,11 +244,11 @@ os.execvp("setpriv", ["setpriv", "--reuid", "UID", "--regid", "UID", "--clear-gr
 """
 
 
-def as_ordinary_user() -> dict[str, str]:
-    """`all_told` of a process that is nobody's, in which this checkout and this Python lie where they are."""
-    needed = filter(os.path.isdir, (ROOT, sys.prefix, sys.base_prefix, *filter(None, sys.path)))
+def as_ordinary_user(script: str, *folders: Path) -> Any:
+    """The JSON that a script prints in a process that is nobody's, in which this checkout, this Python and some folders
+    lie where they are."""
+    needed = filter(os.path.isdir, (ROOT, sys.prefix, sys.base_prefix, *folders, *filter(None, sys.path)))
     shown = ":".join(dict.fromkeys(map(os.path.realpath, needed)))
-    script = "import asyncio, json, containment_help as c\nprint(json.dumps(asyncio.run(c.all_told())))"
     enter = _ENTER.replace("UID", str(ORDINARY_USER))
     command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", enter, shown]
     done = subprocess.run(
@@ -255,4 +256,4 @@ def as_ordinary_user() -> dict[str, str]:
         env={"PATH": os.environ["PATH"], "HOME": "/tmp", "PYTHONPATH": str(ROOT / "tests" / "support")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return json.loads(done.stdout)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.server
 import io
+import json
 import os
 import re
 import shutil
@@ -16,10 +17,13 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agentrl_tools.workspaces.bwrap import BwrapProvider
+from containment_help import as_ordinary_user
 
+from agentrl.containment.bubblewrap import ORDINARY_USER
 from agentrl.errors import PathError, UserError, WorkspaceError
 from agentrl.workspace.patch import patch_of
 from agentrl.workspace.provider import Network, WorkspaceLimits, WorkspaceSpec
@@ -159,7 +163,9 @@ async def test_disk_and_files_are_bounded(provider: BwrapProvider) -> None:
         await workspace.write("more", bytes(10 * MIB))
 
 
-async def test_an_image_is_a_root_folder(provider: BwrapProvider, tmp_path: Path) -> None:
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """A root folder with a few programs."""
     image = tmp_path / "image"
     for program in ("sh", "cat", "ls"):
         found = os.path.realpath(str(shutil.which(program)))
@@ -173,6 +179,10 @@ async def test_an_image_is_a_root_folder(provider: BwrapProvider, tmp_path: Path
         if folder.owner() == image.owner() and folder != Path("/"):
             with contextlib.suppress(PermissionError):
                 folder.chmod(folder.stat().st_mode | 0o055)
+    return image
+
+
+async def test_an_image_is_a_root_folder(provider: BwrapProvider, image: Path) -> None:
     workspace = await provider.open(WorkspaceSpec(image=str(image)))
     assert (await workspace.exec("cat /hello.txt; ls /")).stdout.startswith(b"hello")
     assert b"usr/bin/python3" not in (await workspace.exec("ls /usr/bin/python3")).stdout
@@ -181,6 +191,50 @@ async def test_an_image_is_a_root_folder(provider: BwrapProvider, tmp_path: Path
     assert not (image / "made.txt").exists()
     with pytest.raises(UserError, match="is no folder"):
         await provider.open(WorkspaceSpec(image="/no/such/image"))
+
+
+OWNER = f"{ORDINARY_USER}:{ORDINARY_USER}"
+OPENED = """
+import asyncio, json, logging, sys
+from agentrl_tools.workspaces.bwrap import BwrapProvider
+from agentrl.workspace.provider import WorkspaceSpec
+
+async def main():
+    said = []
+    logging.getLogger("agentrl.workspaces.bwrap").addFilter(lambda record: said.append(record.getMessage()))
+    provider = BwrapProvider()
+    await provider.start("image")
+    for _ in range(2):
+        workspace = await provider.open(WorkspaceSpec(image="IMAGE"))
+    made = await workspace.exec("echo x > /srv/new && echo made; echo y > /new; cat /new")
+    await provider.close()
+    print(json.dumps([said, made.stdout.decode()]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+@pytest.mark.parametrize("ordinary", [False, True], ids=["as root", "as an ordinary user"])
+def test_what_others_own_in_an_image_is_said_once(image: Path, ordinary: bool) -> None:
+    (image / "srv").mkdir()
+    (image / "srv").chmod(0o777)
+    script = OPENED.replace("IMAGE", str(image))
+    command = [sys.executable, "-c", script]
+
+    def opened() -> list[Any]:
+        if ordinary:
+            return as_ordinary_user(script, image)
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    [line], made = opened()
+    assert f"as {OWNER}" in line
+    assert "/bin, /hello.txt, /lib" in line
+    assert line.endswith(f"`chown -R {OWNER} {image}` gives it to them")
+    assert made == "y\n"
+    subprocess.run(["chown", "-R", OWNER, str(image)], check=True)
+    assert opened() == [[], "made\ny\n"]
 
 
 class _Hello(http.server.BaseHTTPRequestHandler):

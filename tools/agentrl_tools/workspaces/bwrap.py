@@ -9,6 +9,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import shutil
@@ -68,6 +69,8 @@ _MOST_WORDS = 120_000  # bytes of one argument: the kernel takes 128 KiB
 _MOST_REQUEST = 160_000  # bytes of a message to a keeper: sockets hold some 200 KB
 _MOST_LISTED = 64 << 20  # bytes of a list of files
 _PROXY_PORT = 3128
+_NAMED = 6  # folders of an image that a warning names
+_log = logging.getLogger("agentrl.workspaces.bwrap")
 _LDD = re.compile(r"(?:=>\s*)?(/\S+)\s+\(0x")
 
 
@@ -89,6 +92,7 @@ class BwrapProvider(WorkspaceProvider):
         self._lock = -1
         self._open: set[BwrapWorkspace] = set()
         self._kept: set[str] = set()
+        self._looked: set[str] = set()
         self._count = 0
 
     @property
@@ -119,6 +123,9 @@ class BwrapProvider(WorkspaceProvider):
         self.check(spec)
         if spec.image and not os.path.isdir(spec.image):
             raise UserError(f"workspace.image: {spec.image} is no folder; the provider 'bwrap' takes root folders")
+        if spec.image and spec.image not in self._looked:
+            self._looked.add(spec.image)
+            _say_what_others_own(spec.image)
         chain = snapshot.name.split("+") if snapshot is not None else []
         self._count += 1
         workspace = BwrapWorkspace(self, f"w{os.getpid()}-{self._count}", spec, chain)
@@ -757,6 +764,20 @@ def made_state(folders: Sequence[str], ordinary: bool) -> Path:
             for path in (place, *(os.path.join(place, file) for file in files)):
                 os.chown(path, ORDINARY_USER, ORDINARY_USER, follow_symlinks=False)
     return state
+
+
+def _say_what_others_own(image: str) -> None:
+    """Warn of what programs cannot change in a root folder, by what stands at its top. Permissions do not help: a copy
+    in the workspace would have an owner or a group that it does not know."""
+    own, found = (ORDINARY_USER, ORDINARY_USER) if os.getuid() == 0 else (os.getuid(), os.getgid()), {}
+    with contextlib.suppress(OSError), os.scandir(image) as entries:
+        found = {entry.name: entry.stat(follow_symlinks=False) for entry in entries if not entry.is_symlink()}
+    if others := sorted(name for name, has in found.items() if (has.st_uid, has.st_gid) != own):
+        named = ", ".join([f"/{name}" for name in others[:_NAMED]] + ["..."] * (len(others) > _NAMED))
+        _log.warning(
+            "workspace.image %s: programs run as %d:%d, and can neither change nor make files in what belongs to "
+            "others: %s; `chown -R %d:%d %s` gives it to them", image, *own, named, *own, image,
+        )  # fmt: skip
 
 
 def _sweep() -> None:

@@ -130,7 +130,7 @@ class Span(NamedTuple):
     """A stretch of time in which a rollout waited for one part, or that a plugin named."""
 
     part: str
-    """`engine`, `tools`, `environment` or `hooks`; or what a plugin named by `agentrl.span`."""
+    """`engine`, `tools`, `environment` or `hooks`; `workspace` within hooks; or what a plugin named by `span`."""
     start: float
     """Seconds since 1970, by a clock that does not jump while the process lives."""
     end: float

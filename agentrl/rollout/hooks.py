@@ -14,11 +14,12 @@ from typing import Any
 from agentrl.containment.deadline import GRACE, DeadlineExceededError, DeadlineTimer, OwnedTask, leave_behind
 from agentrl.errors import PlainError, UserError, contained, describe
 from agentrl.plugins.environment import Environment, declared_parts
+from agentrl.plugins.span import span
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Message, Session, Task, ToolKwargs
 from agentrl.rollout.conversation import nth
 from agentrl.rollout.request import AsyncRolloutRequest, Created
-from agentrl.rollout.workspaces import CHANGES, Workspaces
+from agentrl.rollout.workspaces import CHANGES, WAIT, Workspaces
 from agentrl.trajectory import STEP, Boundary
 from agentrl.workspace.patch import patch_of
 
@@ -77,7 +78,8 @@ async def create_all(
 
 
 async def _open(request: AsyncRolloutRequest, workspaces: Workspaces) -> None:
-    request.workspace = workspace = await workspaces.open(request.task)
+    with span(WAIT):
+        request.workspace = workspace = await workspaces.open(request.task)
     request.cleanups.append((f"workspace {workspace.id}", workspace.close))
 
 

@@ -7,6 +7,7 @@ from math import comb
 from agentrl.plugins.types import Task
 from agentrl.rollout.compaction import COUNTS
 from agentrl.rollout.groups import Contrast, contrast
+from agentrl.rollout.workspaces import CHANGES, WAIT
 from agentrl.trajectory import UNKNOWN, FinishReason, Group, ToolUse, Trajectory, spread
 
 
@@ -15,7 +16,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     `rollout/tokens` sampled; mean, deviation, smallest and largest `rollout/response_tokens` and `rollout/turns` of a
     valid trajectory, `rollout/prompt_tokens_mean`, and mean seconds by what they were spent on
-    (`time/sample_engine_s`); `rollout/failed` and `rollout/failed/<boundary>` samples left out, `rollout/retried`
+    (`time/sample_engine_s`), of the hooks' those until its workspace was open (`time/sample_workspace_s`);
+    `rollout/failed` and `rollout/failed/<boundary>` samples left out, `rollout/retried`
     attempts; `groups/<contrast>` counts of groups whose rewards are varied, equal or few (how many samples an update
     computed is `train/samples`), and `groups/pass_at_<k>`;
     `stop/<reason>` counts; `tool/<name>/calls`, `/errors` and `/cut` (answers that were too long) counts, `/seconds` a
@@ -42,6 +44,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         **_groups(groups),
         **_pass_at(groups),
         **_seconds(valid),
+        **_waits(valid),
         **_stops([*valid, *failed]),
         **_tools(valid),
         **_gateway([*valid, *failed]),
@@ -109,6 +112,11 @@ def _expected_best(rewards: Sequence[float], k: int) -> float:
 def _seconds(valid: Sequence[Trajectory]) -> dict[str, float]:
     parts = ("engine", "tools", "environment", "hooks")
     return {f"time/sample_{part}_s": _mean(t.seconds.get(part, 0.0) for t in valid) for part in parts}
+
+
+def _waits(valid: Sequence[Trajectory]) -> dict[str, float]:
+    waits = [[s.end - s.start for s in t.spans if s.part == WAIT][:1] for t in valid if CHANGES in t.extra]
+    return {"time/sample_workspace_s": _mean(sum(one) for one in waits)} if waits else {}
 
 
 def _failures(valid: Sequence[Trajectory], failed: Sequence[Trajectory]) -> dict[str, float]:

@@ -27,6 +27,8 @@ from agentrl.workspace.workspace import Snapshot, Workspace
 
 CHANGES = "workspace"
 """The key of a trajectory's `extra` under which what its rollout changed is kept."""
+WAIT = "workspace"
+"""The name of the span in which a sample waits for its workspace."""
 OPEN_SECONDS, PREPARE_SECONDS, CLOSE_SECONDS = 300.0, 300.0, 60.0
 _ATTEMPTS = 2
 _KEPT = 64

@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,8 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.workspace import WorkspaceSection
 from agentrl.rollout.groups import roll_out
-from agentrl.rollout.workspaces import CHANGES, Workspaces, provider_of, workspaces_of
+from agentrl.rollout.metrics import rollout_metrics
+from agentrl.rollout.workspaces import CHANGES, WAIT, Workspaces, provider_of, workspaces_of
 from agentrl.testing.environment import check_environment
 from agentrl.testing.play import Holder, Stage
 from agentrl.training.preflight import check_names
@@ -417,3 +418,54 @@ def test_the_provider_is_asked_about_the_first_tasks() -> None:
 def test_a_sandbox_beside_a_workspace_is_refused() -> None:
     with pytest.raises(UserError, match=r"agent.sandbox: the program runs in a workspace already"):
         make_agent(AgentSection(command=("true",), sandbox=()), inside=True)
+
+
+def at_once(coroutine: Coroutine[Any, Any, Workspace]) -> Workspace | None:
+    """What a coroutine comes to where it waits for nothing, else None."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        found: Workspace = done.value
+        return found
+    coroutine.close()
+    return None
+
+
+async def test_a_sample_whose_workspace_is_ready_waits_for_nothing() -> None:
+    opened: asyncio.Queue[None] = asyncio.Queue()
+
+    class Telling(Counted):
+        async def open(self, spec: WorkspaceSpec, snapshot: Snapshot | None = None) -> Workspace:
+            workspace = await super().open(spec, snapshot)
+            opened.put_nowait(None)
+            return workspace
+
+    workspaces = Workspaces(Telling(), WorkspaceSection(ready=2), Env())
+    await workspaces.start("test")
+    try:
+        workspaces.expect(TASKS[0], 5)
+        assert at_once(workspaces.open(TASKS[1])) is None
+        async with asyncio.timeout(60):
+            for _ in range(4):  # two to prepare the tasks in, two that are ready
+                await opened.get()
+        for left in range(4, -1, -1):
+            workspace = at_once(workspaces.open(TASKS[0]))
+            assert workspace is not None, f"the sample before the last {left} waited"
+            await workspace.close()
+            if left >= 2:
+                await opened.get()
+        assert at_once(workspaces.open(TASKS[0])) is None
+    finally:
+        await workspaces.close()
+
+
+async def test_the_wait_for_a_workspace_is_a_span_and_a_metric(provider: Counted) -> None:
+    groups, workspaces = await played(provider, Prepared(), n=2)
+    waits = [span for group in groups for t in group.trajectories for span in t.spans if span.part == WAIT]
+    assert len(waits) == 6
+    found = rollout_metrics(groups)
+    assert found["time/sample_workspace_s"] == pytest.approx(sum(span.end - span.start for span in waits) / 6)
+    assert 0 < found["time/sample_workspace_s"] < found["time/sample_hooks_s"]
+    await workspaces.close()
+    [group] = await roll_out(make_driver(ScriptedEngine(lambda *_: "4"), Env()), TASKS[:1], 1)
+    assert "time/sample_workspace_s" not in rollout_metrics([group])

@@ -186,7 +186,8 @@ def noise(lots: random.Random, tasks: int, each: int) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(("each", "runs"), [(1, 200), (4, 100)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("each", "runs"), [(1, 80), (4, 40)])
 def test_of_twenty_runs_of_noise_one_has_a_cause_at_most(tmp_path: Path, each: int, runs: int) -> None:
     lots = random.Random(each)
     found = [diagnose(lines(tmp_path, noise(lots, 80, each))).causes for _ in range(runs)]

@@ -6,7 +6,7 @@ import shutil
 from contextlib import asynccontextmanager
 
 import pytest
-from agentrl_tools import screen
+from agentrl_tools import screen, shell
 from agentrl_tools.screen import KEPT, PIECE, TAIL, Output, clean_text
 from agentrl_tools.terminal import Terminal
 from workspaces import opened, session_in, used
@@ -171,7 +171,9 @@ async def test_the_file_of_megabytes_of_output_has_every_line_or_says_what_it_ha
         assert await say("ls /tmp") == "[no output]"
 
 
-async def test_programs_that_never_stop_printing_are_ended():
+async def test_programs_that_never_stop_printing_are_ended(monkeypatch: pytest.MonkeyPatch):
+    for module in (screen, shell):  # less, for time
+        monkeypatch.setattr(module, "KEPT", 8 * PIECE)
     async with terminal(seconds=100, output=200) as say:
         text = await say("yes")
         assert text.startswith("y\ny\n")

@@ -179,6 +179,10 @@ ASTRAY = 0.75
 """Calls a sample of tools that do not exist, from which on a model is not said to call none."""
 
 
+UNLEARNED = 0.2
+"""Share of calls that had a fault, up to which a model that makes it in most calls of the next step knew better."""
+
+
 def tools_unknown(history: History) -> Found | None:
     """At least half of the calls of a step name tools that are not offered."""
     return _call_fault(history, "tools_unknown")
@@ -195,10 +199,23 @@ def calls_cut(history: History) -> Found | None:
 
 
 def _call_fault(history: History, name: str) -> Found | None:
+    """A fault of most calls; where hardly any had it in the step before, by what changed just before."""
     found = next((fault for fault in _call_faults(history) if fault.name == name), None)
     if found is None:
         return None
-    return Found(f"step {history.step}: {found.line}. Likely cause: {found.remedy}")
+    key = f"calls/{name.partition('_')[2]}"
+
+    def wrong(row: Row) -> float:
+        calls: float = sum(row.get(f"tool/{tool}/calls", 0) for tool in (*tools(row), UNKNOWN))
+        return float(row.get(key, 0) / max(1, calls))
+
+    began = _began(history, lambda row: wrong(row) >= 0.5)
+    former = [row for row in history.rows if row["step"] < began][-WINDOW:]
+    if not former or wrong(former[-1]) > UNLEARNED:
+        return Found(f"step {history.step}: {found.line}. Likely cause: {found.remedy}")
+    cause, why = _breaking(history, Break(began, history.row(began), means(former), former[-1], ()))
+    before = f"{wrong(former[-1]):.0%} of them in step {former[-1]['step']}"
+    return Found(f"step {history.step}: {found.line}; {before}. Likely cause: {why}", cause=cause, since=began)
 
 
 def _call_faults(history: History) -> list[CallFault]:

@@ -341,6 +341,17 @@ def test_a_mild_finding_does_not_silence_a_collapse_of_its_cause(later: Changes,
     assert named([row | {"train/clip_fraction": 0.1} for row in rows]) == [second, *more]
 
 
+@pytest.mark.parametrize("kind", ["unknown", "unreadable", "cut"])
+@pytest.mark.parametrize(("before", "cause"), [(4, "train.lr"), (5, None)])
+def test_calls_that_were_right_a_step_before_were_unlearned(kind: str, before: int, cause: str | None) -> None:
+    """The reward fell by half alone: the advice was to teach what the model had known, or to allow longer turns."""
+    rows = well(UPDATED | {f"calls/{kind}": 12, "reward/mean": 0.25})
+    for row in rows[:20]:
+        row |= {f"calls/{kind}": before, "train/updates": 1}
+    name = "tools_unknown" if kind == "unknown" else f"calls_{kind}"
+    assert named(rows)[0] == (21, name, cause or name)
+
+
 def test_what_changed_just_before_is_listed() -> None:
     recipe = small(algorithm={"advantage": "gae"}, critic={"warmup_steps": 4}, engine={"name": "sglang"})
     history = History(recipe)

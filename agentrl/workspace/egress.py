@@ -7,6 +7,14 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+PORT = 3128
+"""Of the proxy, on the loopback inside."""
+_URL = f"http://127.0.0.1:{PORT}"
+VARIABLES = {
+    "HTTP_PROXY": _URL, "HTTPS_PROXY": _URL, "http_proxy": _URL, "https_proxy": _URL,
+    "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost",
+}  # fmt: skip
+"""By which programs inside find it."""
 _HEAD = 32 << 10
 """Bytes of a request's head."""
 _CHUNK = 1 << 16

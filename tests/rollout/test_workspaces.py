@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from agentrl_tools.workspaces.bwrap import BwrapProvider, BwrapWorkspace
 from fakes import Env, ScriptedEngine, make_driver
+from podman_help import IMAGE
 
 from agentrl.errors import UserError, WorkspaceError
 from agentrl.gateway.server import CONNECTIONS, Gateway
@@ -316,16 +317,40 @@ open("n.txt", "a").write(answer)
 """
 
 
-async def test_an_agent_s_program_runs_inside_and_reaches_the_model() -> None:
+_SCRIPT = r"""
+body='{"model": "'$AGENTRL_MODEL'", "messages": [{"role": "user", "content": "A number?"}]}'
+wget -qO answer --header "Authorization: Bearer $OPENAI_API_KEY" --header 'Content-Type: application/json' \
+    --post-data "$body" "$OPENAI_BASE_URL/chat/completions" || exit 1
+printf %s "$(sed 's/.*"content": *"\([^"]*\)".*/\1/' answer)" >>n.txt
+"""
+"""The same as _PROGRAM, of what busybox has."""
+
+
+@pytest.mark.parametrize(
+    ("provider", "network"),
+    [
+        ("bwrap", "none"),
+        ("bwrap", "all"),
+        pytest.param("docker", "none", marks=pytest.mark.slow),
+        pytest.param("docker", "all", marks=pytest.mark.long),
+    ],
+)
+async def test_an_agent_s_program_runs_inside_and_reaches_the_model(
+    provider: str, network: Literal["none", "all"], request: pytest.FixtureRequest
+) -> None:
     async def judge(session: Any) -> float:
         assert session.outcome.exit_code == 0, session.outcome.output
         return float(await session.workspace.read("n.txt"))
 
     env = Prepared(calc_reward=judge)
-    section = AgentSection(command=("python3", "-c", _PROGRAM))
+    section, made = AgentSection(command=("python3", "-c", _PROGRAM)), WorkspaceSection(network=network)
+    if provider == "docker":
+        address = request.getfixturevalue("podman").address
+        section = AgentSection(command=("sh", "-c", _SCRIPT))
+        made = WorkspaceSection(provider="docker", image=IMAGE, network=network, args={"address": address})
     gateway = Gateway(host="127.0.0.1", port=0, model="m")
     await gateway.start()
-    workspaces = await workspaces_of(WorkspaceSection(), env, ())
+    workspaces = await workspaces_of(made, env, (), section)
     try:
         holder = Holder(make_agent(section, inside=True), section, gateway)
         trajectory = await Stage(env, holder=holder, workspaces=workspaces).play(TASKS[2], lambda task: "7")
@@ -335,6 +360,8 @@ async def test_an_agent_s_program_runs_inside_and_reaches_the_model() -> None:
         await gateway.close()
     assert trajectory.failure is None
     assert trajectory.rewards == {"env": 27.0}
+    assert [turn.trained for turn in trajectory.turns] == [True]
+    assert trajectory.sampled_tokens == trajectory.turns[0].end - trajectory.turns[0].start > 0
     assert ["modified", "/home/user/n.txt", 2] in trajectory.extra[CHANGES]["changes"]
 
 
@@ -397,7 +424,9 @@ REACH: list[tuple[str, dict[str, Any], Any, str]] = [
 
 @pytest.mark.parametrize(("provider", "agent", "network", "why"), REACH)
 def test_a_program_that_could_not_reach_the_model_is_refused(provider: str, agent: Any, network: Any, why: str) -> None:
-    section, program = WorkspaceSection(provider=provider, network=network), AgentSection(command=("agent",), **agent)
+    args = {"address": "tcp://10.0.0.7:2375"} if provider == "docker" else {}  # another machine's
+    section = WorkspaceSection(provider=provider, network=network, args=args)
+    program = AgentSection(command=("agent",), **agent)
     with pytest.raises(UserError, match=why) if why else nullcontext():
         provider_of(section, Env(), (), program)
     provider_of(section, Env(), (), AgentSection(name="solve"))

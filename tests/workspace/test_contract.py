@@ -16,7 +16,7 @@ from e2b_service import Service, e2b_service
 from podman_help import IMAGE, Podman, podman_service
 from python_image import GNU_IMAGE, gnu_root
 from venvs import harbor_venv
-from workspace_contract import Offer, eventually, said
+from workspace_contract import FETCH, Offer, eventually, hello_server, said
 
 from agentrl.errors import UserError
 from agentrl.recipe.sections.workspace import WorkspaceSection
@@ -496,6 +496,43 @@ async def test_there_is_no_network(workspace: Workspace) -> None:
     listed = (await workspace.exec("cat /proc/net/dev; cat /proc/net/route")).stdout.decode()
     assert [line.split(":")[0].strip() for line in listed.splitlines() if ":" in line] in ([], ["lo"])
     assert "00000000" not in listed  # no route
+
+
+async def test_listed_hosts_are_reached_and_no_others(provider: WorkspaceProvider, offer: Offer) -> None:
+    if not (provider.capabilities.hosts and provider.capabilities.listens):
+        pytest.skip("hosts are not reached from this machine")
+    with hello_server() as port:
+        listed = f"127.0.0.2:{port}"
+        workspace = await provider.open(replace(offer.spec, network=Network(hosts=(listed,))))
+        await test_there_is_no_network(workspace)
+        for again in (False, True):
+            if again:
+                await workspace.end_processes()  # and the proxy's socket inside with them
+            done = await workspace.exec(["sh", "-c", FETCH, f"http://{listed}/"])
+            assert done.stdout.strip() == listed.encode(), done.text()
+            refused = await workspace.exec(["sh", "-c", FETCH, f"http://127.0.0.3:{port}/"])
+            assert b"403" in refused.stderr
+            direct = await workspace.exec(["sh", "-c", FETCH, f"http://{listed}/"], env={"http_proxy": ""})
+            assert not direct.ok
+        await test_there_is_no_network(await workspace.fresh())
+
+
+async def test_a_program_reaches_this_process_where_a_workspace_listens(workspace: Workspace) -> None:
+    if not workspace.listens:
+        with pytest.raises(WorkspaceError, match="carries no connections"):
+            await workspace.listen(5000)
+        return
+    listener = await workspace.listen(5000)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+        writer.close()
+
+    async with await asyncio.start_server(answer, sock=listener):
+        assert (await workspace.exec(["sh", "-c", FETCH, "http://127.0.0.1:5000/"])).stdout.strip() == b"hi"
+        with pytest.raises(WorkspaceError, match=r"port 5000 inside: Address already in use"):
+            await workspace.listen(5000)
 
 
 async def test_memory_is_bounded(provider: WorkspaceProvider, offer: Offer) -> None:

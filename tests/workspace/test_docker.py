@@ -21,7 +21,7 @@ from workspace_contract import CALLS
 from agentrl.errors import PathError, UserError, WorkspaceError
 from agentrl.workspace.archive import packed
 from agentrl.workspace.grading import Grading, grade
-from agentrl.workspace.provider import WorkspaceLimits, WorkspaceSpec
+from agentrl.workspace.provider import Network, WorkspaceLimits, WorkspaceSpec
 from agentrl.workspace.workspace import MIB, Workspace
 
 pytestmark = pytest.mark.slow
@@ -129,9 +129,7 @@ async def test_a_full_disk_of_the_daemon_is_the_machinerys_fault() -> None:
             with pytest.raises(WorkspaceError, match="no space left"):
                 await workspace.write("more", bytes(MIB))
             with pytest.raises(WorkspaceError, match="no space left"):
-                for _ in range(20):  # until the daemon has freed all that it still had to tidy away
-                    _fill(filler)
-                    assert (await workspace.exec("echo x")).stdout == b"x\n"
+                await _run_while_it_fills(workspace, filler)
             filler.unlink()
             assert (await grade(workspace, grading)).rewards == {"reward": 1.0}
             mine = await provider.open(replace(SPEC, limits=WorkspaceLimits(disk=2 * MIB)))
@@ -142,6 +140,12 @@ async def test_a_full_disk_of_the_daemon_is_the_machinerys_fault() -> None:
         finally:
             filler.unlink(missing_ok=True)
             await provider.close()
+
+
+async def _run_while_it_fills(workspace: Workspace, filler: Path) -> None:
+    for _ in range(20):  # until the daemon has freed all that it still had to tidy away
+        _fill(filler)
+        assert (await workspace.exec("echo x")).stdout == b"x\n"
 
 
 def _fill(path: Path, leaving: int = 0) -> None:
@@ -245,6 +249,23 @@ async def test_an_image_is_built_once(podman: Podman, tmp_path: Path) -> None:
             await provider.open(replace(spec, build=f"{tmp_path}/./"))
     finally:
         await provider.close()
+
+
+async def test_programs_reach_this_process_where_their_daemon_is_here(
+    podman: Podman, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = WorkspaceSpec(IMAGE, network=Network(hosts=("a.example",)))
+    for address in ("tcp://10.0.0.7:2375", [podman.address, "tcp://10.0.0.7:2375"]):
+        with pytest.raises(UserError, match="a list of hosts only where the daemon is on this machine"):
+            DockerProvider(address).check(hosts)
+    monkeypatch.setenv("DOCKER_HOST", "tcp://10.0.0.7:2375")
+    assert not DockerProvider().capabilities.listens
+    monkeypatch.setenv("DOCKER_HOST", podman.address)
+    async with opened() as (provider, workspace):
+        provider.check(hosts)
+        workspace._config["Entrypoint"] = ["another machine's"]  # as one that a process of ours has by chance
+        with pytest.raises(WorkspaceError, match="its daemon's processes are not this machine's"):
+            await workspace.listen(5000)
 
 
 async def test_what_a_program_may_do_as_root(podman: Podman) -> None:

@@ -31,7 +31,7 @@ from agentrl.containment.process_tree import remove_tree
 from agentrl.containment.seccomp import filter_program
 from agentrl.errors import UserError
 from agentrl.jsonable import Json
-from agentrl.workspace.egress import EgressProxy
+from agentrl.workspace import egress
 from agentrl.workspace.provider import Capabilities, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import (
     HOME,
@@ -68,7 +68,6 @@ _CALL_SECONDS = 120.0  # of a call that moves files
 _MOST_WORDS = 120_000  # bytes of one argument: the kernel takes 128 KiB
 _MOST_REQUEST = 160_000  # bytes of a message to a keeper: sockets hold some 200 KB
 _MOST_LISTED = 64 << 20  # bytes of a list of files
-_PROXY_PORT = 3128
 _NAMED = 6  # folders of an image that a warning names
 _log = logging.getLogger("agentrl.workspaces.bwrap")
 _LDD = re.compile(r"(?:=>\s*)?(/\S+)\s+\(0x")
@@ -229,16 +228,14 @@ class BwrapProvider(WorkspaceProvider):
 class BwrapWorkspace(Workspace):
     """One workspace, and the socket of its keeper."""
 
-    listens = True
-
     def __init__(self, provider: BwrapProvider, name: str, spec: WorkspaceSpec, chain: Sequence[str]) -> None:
-        self.id = name
+        self.id, self.listens = name, not spec.network.everything  # where it shares this machine's loopback
         self._provider, self._spec, self.layers = provider, spec, tuple(chain)
         self._channel: socket.socket | None = None
         self._calls: dict[int, _Call] = {}
         self._count = 0
         self._why = ""
-        self._proxy: EgressProxy | None = None
+        self._proxy: egress.EgressProxy | None = None
         self._shell = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -249,16 +246,24 @@ class BwrapWorkspace(Workspace):
         ready = self._calls[0] = _Call(loop.create_future())
         loop.add_reader(channel, self._hear)
         await self._ended(ready, 0, _READY_SECONDS)
-        if self._spec.network.hosts:
-            listener = await self.listen(_PROXY_PORT)
-            self._proxy = EgressProxy(self._spec.network.hosts)
-            await self._proxy.serve(listener)
+        await self._let_out()
         if self._spec.limits.seconds != float("inf"):
             self._timer = loop.call_later(self._spec.limits.seconds, self._lose, "its time is over")
 
+    async def _let_out(self) -> None:
+        """Let the hosts of a list be reached, anew where all that ran inside was ended, and the network with it."""
+        if self._proxy is not None:
+            await self._proxy.close()
+        if self._spec.network.hosts:
+            self._proxy = egress.EgressProxy(self._spec.network.hosts)
+            await self._proxy.serve(await self.listen(egress.PORT))
+
     async def listen(self, port: int) -> socket.socket:
         call, name = await self._ask({"op": "listen", "port": port}, ())
-        await self._ended(call, name, _CALL_SECONDS)
+        try:
+            await self._ended(call, name, _CALL_SECONDS)
+        except PathError as error:
+            raise WorkspaceError(f"workspace {self.id}: cannot listen at port {port} inside: {error}") from None
         if not call.fds:
             raise WorkspaceError(f"workspace {self.id}: no socket came for port {port}")
         return socket.socket(fileno=call.fds.pop())
@@ -282,6 +287,8 @@ class BwrapWorkspace(Workspace):
             request = {"op": "exec", "words": words, "cwd": self.absolute(cwd or "."), "env": env or {}}
             call, name = await self._ask(request, pipes.theirs())
             timed_out = await self._ended(call, name, seconds, killed=True)
+            if call.stopped:
+                await self._let_out()
             pipes.drain()
             code = 124 if timed_out else call.code if call.code >= 0 else 128 - call.code
             return ExecResult(
@@ -363,6 +370,7 @@ class BwrapWorkspace(Workspace):
     async def end_processes(self) -> None:
         call, name = await self._ask({"op": "end"}, ())
         await self._ended(call, name, _CALL_SECONDS)
+        await self._let_out()
 
     async def snapshot(self) -> Snapshot:
         own = f"{self.id}-{self._count}"
@@ -703,9 +711,7 @@ def environment(spec: WorkspaceSpec) -> dict[str, str]:
     given = {"PATH": path, "HOME": HOME, "USER": "user", "LOGNAME": "user", "LANG": "C.UTF-8", "TZ": "UTC",
              "TMPDIR": "/tmp", "SHELL": "/bin/sh"}  # fmt: skip
     if spec.network.hosts:
-        url = f"http://127.0.0.1:{_PROXY_PORT}"
-        given |= {"HTTP_PROXY": url, "HTTPS_PROXY": url, "http_proxy": url, "https_proxy": url,
-                  "NO_PROXY": "127.0.0.1,localhost", "no_proxy": "127.0.0.1,localhost"}  # fmt: skip
+        given |= egress.VARIABLES
     return {**given, **spec.env}
 
 

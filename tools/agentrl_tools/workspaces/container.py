@@ -5,6 +5,7 @@ import contextlib
 import math
 import posixpath
 import secrets
+import socket
 import tarfile
 import time
 from collections.abc import Coroutine, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 from aiodocker.stream import Stream
 
+from agentrl.workspace import egress
 from agentrl.workspace.provider import WorkspaceSpec
 from agentrl.workspace.workspace import (
     HOME,
@@ -33,6 +35,7 @@ from agentrl.workspace.workspace import (
 )
 from agentrl_tools.workspaces import inside, tars
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image
+from agentrl_tools.workspaces.loopback import listen_inside
 from agentrl_tools.workspaces.running import ContainerTerminal, RunningCall
 
 _KILL_SECONDS = 20.0  # for what a call left to end
@@ -71,6 +74,10 @@ class Opener(Protocol):
     def measured(self) -> bool:
         """Whether what is written has to be measured."""
 
+    @property
+    def listens(self) -> bool:
+        """Whether containers can listen."""
+
     async def keep(self, container: "Container", daemon: Daemon) -> Snapshot:
         """Keep the files of a container as an image. Raises DaemonError."""
 
@@ -93,6 +100,8 @@ class Container(Workspace):
         """The daemon's name of it."""
         self._provider, self._daemon, self._spec, self._image = provider, daemon, spec, image
         self._snapshot = snapshot
+        self.listens = provider.listens
+        self._proxy: egress.EgressProxy | None = None
         self._owner: tuple[int, int] | None = None
         self._config: dict[str, Any] = {}
         self._why = ""
@@ -110,11 +119,30 @@ class Container(Workspace):
         made = await self._daemon.call("create a container", containers.create(config))
         self.container = made.id
         await self._daemon.call("start a container", made.start())
+        await self._let_out()
         if self._provider.measured:
             self._later(self._measure())
         if self._spec.limits.seconds != math.inf:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._spec.limits.seconds, self._end_of_time)
+
+    async def _let_out(self) -> None:
+        """Let the hosts of a list be reached, anew where the container was started again. Raises WorkspaceError."""
+        if self._proxy is not None:
+            await self._proxy.close()
+        if self._spec.network.hosts:
+            self._proxy = egress.EgressProxy(self._spec.network.hosts)
+            await self._proxy.serve(await self.listen(egress.PORT))
+
+    async def listen(self, port: int) -> socket.socket:
+        if not self.listens:
+            return await super().listen(port)
+        pid, name = (await self._state()).get("Pid"), self._config["Entrypoint"][-1]
+        try:
+            return await listen_inside(int(pid or 0), name, port)
+        except OSError as error:
+            why = error.strerror or error
+            raise WorkspaceError(f"workspace {self.id}: cannot listen at port {port} inside: {why}") from None
 
     def _end_of_time(self) -> None:
         self._why = "its time is over"
@@ -200,6 +228,7 @@ class Container(Workspace):
             self._stops, self._stopped = self._stops + 1, "its first process was killed"
             async with self._restarts:
                 await self._daemon.call("start a container", self._handle.start())
+                await self._let_out()
         raise AssertionError("not reached")
 
     async def _heard(self, call: RunningCall, execution: Any, stream: Stream, seconds: float, user: str) -> bool:
@@ -526,6 +555,7 @@ class Container(Workspace):
         self._check()
         async with self._restarts:
             await self._daemon.call("restart a container", self._handle.restart(t=0))
+            await self._let_out()
         if not (await self._state()).get("Running"):
             raise WorkspaceError(f"workspace {self.id}: its container does not run any more")
 
@@ -587,6 +617,8 @@ class Container(Workspace):
     async def _close(self) -> None:
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
+        if self._proxy is not None:
+            await self._proxy.close()
         if self.container:
             with contextlib.suppress(WorkspaceError):  # a daemon that is gone; the sweep of a later run removes it
                 await self._daemon.remove_container(self.container)

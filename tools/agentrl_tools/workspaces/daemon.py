@@ -81,6 +81,11 @@ class Daemon:
         return self._docker
 
     @property
+    def is_here(self) -> bool:
+        """Whether its containers are processes of this machine."""
+        return (self.address or os.environ.get("DOCKER_HOST") or "unix://").startswith("unix://")
+
+    @property
     def load(self) -> tuple[bool, float]:
         """What daemons are chosen by: those that failed of late come last, then by workspaces a core."""
         return time.monotonic() < self._avoided, self.used / self.cores

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl.errors import UserError
+from agentrl.workspace import egress
 from agentrl.workspace.archive import packed_as
 from agentrl.workspace.provider import Capabilities, Network, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import MIB, Snapshot, WorkspaceError
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image, line
+from agentrl_tools.workspaces.loopback import may_enter
 from agentrl_tools.workspaces.owner import LABEL_OWNER, LABEL_PROVIDER, LABEL_RUN, owner
 
 _WAIT = ["/bin/sh", "-c", "trap : TERM INT HUP; while :; do sleep 86400 & wait; done"]
@@ -62,6 +64,8 @@ class DockerProvider(WorkspaceProvider):
         if not deadline > 0:
             raise UserError("workspace.args.deadline: seconds above 0")
         self._daemons = [Daemon(one, deadline) for one in addresses]
+        here = may_enter() and all(daemon.is_here for daemon in self._daemons)
+        self.capabilities = replace(self.capabilities, hosts=here, listens=here)
         self._image, self._pull, self._quota = image, pull, quota
         self._run, self._count, self._name = "", 0, secrets.token_hex(8)
         self._started = False
@@ -69,6 +73,14 @@ class DockerProvider(WorkspaceProvider):
         self._snapshots: dict[str, Daemon] = {}
         self._forgotten: set[str] = set()
         self._images: dict[tuple[Daemon, str], asyncio.Task[Image]] = {}
+
+    def check(self, spec: WorkspaceSpec) -> None:
+        if spec.network.hosts and not self.capabilities.hosts:
+            raise UserError(
+                "workspace.network: the provider 'docker' can do a list of hosts only where the daemon is on this "
+                "machine (workspace.args.address: unix://...) and the run is root's"
+            )
+        super().check(spec)
 
     async def start(self, run: str) -> None:
         self._run = run
@@ -123,6 +135,8 @@ class DockerProvider(WorkspaceProvider):
         own = {} if image.folder else {"HOME": home}
         if not any(variable.startswith("LANG=") for variable in image.env):
             own["LANG"] = "C.UTF-8"
+        if spec.network.hosts:
+            own |= egress.VARIABLES
         host: dict[str, Any] = {
             "NetworkMode": "default" if spec.network.everything else "none",
             "Memory": limits.memory, "MemorySwap": limits.memory, "PidsLimit": limits.processes,
@@ -132,8 +146,8 @@ class DockerProvider(WorkspaceProvider):
         if self._quota:
             host["StorageOpt"] = {"size": str(limits.disk)}
         return {
-            "Image": image.id, "Entrypoint": _WAIT, "Cmd": [], "WorkingDir": home, "User": image.user,
-            "HostConfig": host,
+            "Image": image.id, "Entrypoint": [*_WAIT, secrets.token_hex(8)], "Cmd": [], "WorkingDir": home,
+            "User": image.user, "HostConfig": host,
             "Env": [f"{name}={value}" for name, value in {**own, **spec.env}.items()],
             "Labels": {**spec.labels, **self.labels()}, "StopTimeout": 0,
         }  # fmt: skip
@@ -146,6 +160,11 @@ class DockerProvider(WorkspaceProvider):
     def measured(self) -> bool:
         """Whether what is written has to be measured."""
         return not self._quota
+
+    @property
+    def listens(self) -> bool:
+        """Whether containers can listen."""
+        return self.capabilities.listens
 
     async def _image_of(self, daemon: Daemon, spec: WorkspaceSpec, snapshot: str) -> Image:
         """The image to open, looked for once a run on each daemon. Raises UserError, DaemonError."""

@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from agentrl_envs.foreign.environment import ForeignEnvironment
-from paths import SUPPORT
+from endpoint import completion, served
+from paths import RECIPES, SUPPORT
 
 from agentrl.audit.answer import turns_of
+from agentrl.cli import main
 from agentrl.errors import UserError
 from agentrl.plugins.types import Task
 from agentrl.recipe.sections.rollout import RolloutSection
@@ -92,6 +94,31 @@ async def test_functions_that_come_later_and_what_bfcl_would_evaluate(environmen
         await played(env, env.tasks("simple_python")[0], [evil])
     assert not mark.exists()
     await env.close()
+
+
+def knows_factorials(body: dict[str, Any]) -> dict[str, Any]:
+    """What a model says that is right in the second entry of `simple_python`, and in no other."""
+    names = [tool["function"]["name"] for tool in body["tools"]]
+    return completion(None, [("math_factorial", '{"number": 5}')]) if "math_factorial" in names else completion("No.")
+
+
+@pytest.mark.parametrize(("model", "right"), [("tiny", 0.0), ("openai:good-model", 0.5)])
+def test_eval_shows_the_accuracy_with_its_interval(
+    environments_venv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    model: str, right: float,
+) -> None:  # fmt: skip
+    out = tmp_path / "out.json"
+    keys = [f"env.args.python={environments_venv}/bin/python", "eval.tasks=2", "rollout.max_turn_tokens=16"]
+    given = ["eval", str(RECIPES / "bfcl.yaml"), *keys, "--model", model, "--split", "simple_python", "--no-keep"]
+    with served(knows_factorials) as url:
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        assert main.run([*given, "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["splits"]["simple_python"]
+    assert (found["tasks"], found["failed"], found["accuracy"]) == (2, 0, right)
+    table = capsys.readouterr().out
+    assert f"{right:.1%}" in table
+    assert f"{found['low']:.1%} to {found['high']:.1%}" in table
+    assert found["low"] <= right < found["high"]
 
 
 def altered(message: dict[str, Any], rng: random.Random) -> dict[str, Any]:

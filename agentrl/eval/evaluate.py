@@ -15,7 +15,7 @@ from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult, losses, summarize
 from agentrl.models.load import resolve_types
 from agentrl.plugins.environment import Environment, is_validation, not_carried
-from agentrl.plugins.mixture import environment_of
+from agentrl.plugins.mixture import environment_of, not_asked
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.types import Json, Task
 from agentrl.recipe.load import load_recipe
@@ -147,7 +147,7 @@ async def play(
     player = await Player.build(recipe, model_path=model, env=env, say=progress.say, phase=progress.phase)
     outcomes: dict[str, Sequence[Outcome]] = {}
     try:
-        for lacking in not_carried(env, player.toolbox.tools):
+        for lacking in (*not_carried(env, player.toolbox.tools), *not_asked(env, recipe.agent)):
             progress.say(lacking)
         held_out, notes = await HeldOut.prepare(player, recipe, chosen)
         if extend is not None:

@@ -73,6 +73,12 @@ class Environment(ABC):
         """Answer an assistant's turn that holds no tool call. By default it ends the episode."""
         return Reply(done=True)
 
+    async def next_step(self, session: Session) -> Sequence[Message]:
+        """What is asked for next where an agent (`agent` of a recipe) drives the rollout and has ended: it is started
+        again with these messages, behind those of the system that opened the rollout. `execute` is not called then.
+        `session.outcome` is what the agent came to. By default nothing, which ends the rollout."""
+        return ()
+
     def state_key(self, session: Session) -> str:
         """A name of the state that the next turn begins in: equal for two rollouts of a task in which the same
         choice is to be made. Called before each turn, for advantages that compare turns (`gigpo`). By default empty:

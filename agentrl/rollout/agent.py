@@ -460,15 +460,30 @@ class AgentDriver(Driver):
     async def _converse(self, request: AsyncRolloutRequest, timer: DeadlineTimer) -> FinishReason:
         assert isinstance(request, AgentRequest)
         rollout = Rollout(self, request)
-        opening = tuple(request.main.messages)
-        where = Boundary.AGENT, f"agent {self.agent.name}"
-        finish = FinishReason.STOP
+        messages = tuple(request.main.messages)
+        system = tuple(message for message in messages if message["role"] in ("system", "developer"))
+        with self.gateway.serving(rollout) as key:
+            while True:
+                finish = await self._step(request, rollout, messages, key, timer)
+                if finish is not FinishReason.STOP:
+                    return finish
+                following = await self._next_step(request, timer)
+                if not following:
+                    return FinishReason.TIMEOUT if following is None else finish
+                messages = (*system, *following)
+
+    async def _step(
+        self, request: AgentRequest, rollout: "Rollout", messages: tuple[Message, ...], key: str, timer: DeadlineTimer
+    ) -> FinishReason:
+        """Start the agent with what it is told, and wait for its end. Raises for what fails the rollout."""
+        where, finish = (Boundary.AGENT, f"agent {self.agent.name}"), FinishReason.STOP
+        answered = len(request.tree.answered)
         async with AsyncExitStack() as stack:
             if request.workspace is not None and request.workspace.listens:
                 request.main.at = Boundary.WORKSPACE, f"workspace {request.workspace.id}"
                 listener = await request.workspace.listen(self.gateway.port)
                 stack.push_async_callback(await self.gateway.serve_at(listener))
-            client = self._client(request, rollout, opening, stack.enter_context(self.gateway.serving(rollout)))
+            client = self._client(request, rollout, messages, key)
             request.main.at = where
             try:
                 await timer.wait(self._solve(request, client), request.main.deadline)
@@ -483,7 +498,8 @@ class AgentDriver(Driver):
         if rollout.broken is not None:
             request.main.at, broken = rollout.broken
             raise broken
-        if not request.tree.answered:
+        silent = len(request.tree.answered) == answered and (rollout.refused or finish) is FinishReason.STOP
+        if silent or not request.tree.answered:
             request.main.at = where
             raise UserError(f"it ended without a call of the model{_last_words(request.outcome)}")
         for created in request.created:
@@ -491,6 +507,21 @@ class AgentDriver(Driver):
         if rollout.tools_done:
             finish = FinishReason.ENV_DONE
         return rollout.refused or finish
+
+    async def _next_step(self, request: AgentRequest, timer: DeadlineTimer) -> list[Message] | None:
+        """What the environment asks for once the agent has ended; nothing: no more; None: the rollout's time is over.
+        Raises what the hook raises."""
+        environment, started = self._environment, time.monotonic()
+        request.main.at = Boundary.ENVIRONMENT, f"{environment.name}.next_step"
+        work = environment.next_step(request.session_of(environment))
+        try:
+            given = await timer.wait(work, min(started + self.limits.turn_timeout, request.main.deadline))
+        except DeadlineExceededError:
+            if time.monotonic() < request.main.deadline:
+                raise
+            return None
+        request.waited("environment", started)
+        return await self.checked(given)
 
     async def _solve(self, request: AgentRequest, client: AgentClient) -> None:
         """Let the agent do its task. What it came to is released later, also where it ended by a cancellation."""

@@ -52,6 +52,11 @@ def test_the_provider_is_asked_before_a_run(tmp_path: Path, capsys: pytest.Captu
             check_run(load_recipe(str(path), [change]))
 
 
+def test_an_environment_that_an_agent_does_not_ask_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["check", "text_game", "agent=agentrl_tools.agents:chat_completions"]) == 0
+    assert "not asked with agent: execute of text_game: " in capsys.readouterr().out
+
+
 def test_what_a_run_warns_of_before_its_first_step_is_said(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for change in ("algorithm=kl_cov", "algorithm=dapo"):

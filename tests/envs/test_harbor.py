@@ -2,7 +2,8 @@
 
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,13 @@ from agentrl_envs.harbor.environment import Harbor
 from agentrl_tools.workspaces.bwrap import BwrapProvider
 
 from agentrl.errors import PathError, UserError
-from agentrl.plugins.types import Session
+from agentrl.plugins.mixture import not_asked
+from agentrl.plugins.types import Message, Session, Task
+from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.agent import AgentSection
+from agentrl.recipe.sections.workspace import WorkspaceSection
+from agentrl.rollout.workspaces import workspaces_of
+from agentrl.testing.play import Stage, holder_of
 from agentrl.workspace.provider import Network, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import MIB, Workspace
 
@@ -136,6 +143,42 @@ async def test_steps_follow_each_other_while_their_rewards_suffice(provider: Wor
     await env.create(session)
     assert (await env.execute(session, {"role": "assistant", "content": "done"})).done
     assert await env.calc_reward(session) == {"reward": 0.0}
+
+
+_PROGRAM = """
+import json, os, subprocess, urllib.request
+given = json.load(open(os.environ["AGENTRL_TASK"]))
+asked = json.dumps({"model": os.environ["AGENTRL_MODEL"], "messages": given["messages"]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked, headers)
+subprocess.run(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"], shell=True)
+"""
+
+
+@pytest.mark.slow
+async def test_a_program_plays_every_step(bubblewrap: None, tmp_path: Path) -> None:
+    second = TEST.replace("/app/out.txt", "/app/two.txt")
+    files = {"steps/one/instruction.md": "First.", "steps/two/instruction.md": "Second.",
+             "steps/two/tests/test.sh": second}  # fmt: skip
+    env = environment(made(tmp_path, '[[steps]]\nname = "one"\nmin_reward = 1\n[[steps]]\nname = "two"\n', **files))
+    does = {"First.": "mkdir -p /app; printf hello > /app/out.txt", "Second.": "printf hello > /app/two.txt"}
+    recipe = Recipe(agent=AgentSection(command=("python3", "-c", _PROGRAM)), workspace=WorkspaceSection())
+    assert not_asked(env, recipe.agent) == []
+    async with AsyncExitStack() as stack:
+        workspaces = await workspaces_of(recipe.workspace, env, (), recipe.agent)
+        assert workspaces is not None
+        stack.push_async_callback(workspaces.close)
+        stage = Stage(env, holder=await holder_of(recipe, stack), workspaces=workspaces)
+        for wrong, reward in (("", 1.0), ("Second.", 0.5), ("First.", 0.0)):
+
+            def play(task: Task, messages: Sequence[Message], wrong: str = wrong) -> str:
+                told = str(messages[-1]["content"]).strip()
+                return "true" if told == wrong else does[told]
+
+            found = await stage.play(env.tasks("test")[0], play)
+            assert found.failure is None, found.failure
+            assert found.rewards == {"reward": reward}
+            assert [turn.trained for turn in found.turns] == [True] * (1 if wrong == "First." else 2)
 
 
 async def test_what_the_agent_left_running_does_not_grade_a_step(provider: WorkspaceProvider, tmp_path: Path) -> None:

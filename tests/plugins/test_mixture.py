@@ -6,10 +6,12 @@ import pytest
 from fakes import Echo, Env, call, make_driver
 
 from agentrl.errors import UserError
-from agentrl.plugins.mixture import Mixture
+from agentrl.plugins.environment import Environment
+from agentrl.plugins.mixture import Mixture, not_asked
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Task
 from agentrl.recipe.schema import Recipe
+from agentrl.recipe.sections.agent import AgentSection
 from agentrl.recipe.sections.env import EnvPart, EnvSection
 from agentrl.rollout.groups import roll_out
 
@@ -33,6 +35,20 @@ def mixture(*envs, weights=None, **part):
     weights = weights or [1.0] * len(envs)
     parts = [EnvPart(name=env.name, weight=w, **part) for env, w in zip(envs, weights, strict=True)]
     return Mixture(list(zip(parts, envs, strict=True)))
+
+
+def test_an_own_execute_that_an_agent_leaves_unasked_is_said():
+    class Silent(Named):
+        execute = Environment.execute
+
+    class Stepped(Named):
+        async def next_step(self, session):
+            return ()
+
+    agent = AgentSection(name="solve")
+    assert not_asked(Named(), None) == []
+    [line] = not_asked(mixture(Silent("silent"), Named("game"), Stepped("stepped")), agent)
+    assert line.startswith("not asked with agent: execute of game: ")
 
 
 @pytest.mark.parametrize(

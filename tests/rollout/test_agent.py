@@ -103,6 +103,63 @@ def trained(t: Trajectory) -> list[str]:
     return ["".join(chr(i) for i in t.ids[turn.start : turn.end] if i < END) for turn in t.turns if turn.trained]
 
 
+class Stepped(Env):
+    """Asks for one thing after the other, and remembers what the agent returned."""
+
+    def __init__(self, *steps: str, **actions: Any) -> None:
+        opening = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "One?"}]
+        super().__init__(**{"create": opening, **actions})
+        self.steps = steps
+
+    async def next_step(self, session: Session) -> Any:
+        session.state = [*(session.state or []), session.outcome.returned]
+        return [{"role": "user", "content": text} for text in self.steps[len(session.state) - 1 :][:1]]
+
+
+async def test_an_agent_is_started_again_with_each_next_step() -> None:
+    seen: list[list[Any]] = []
+
+    async def solve(task: Task, client: AgentClient) -> str:
+        seen.append([message["content"] for message in client.messages])
+        await chat_completions(task, client)
+        return str(seen[-1][-1])
+
+    env = Stepped("Two?", "Three?", calc_reward=lambda session: float(session.state == ["One?", "Two?", "Three?"]))
+    found = await played(solve, ["1"], env=env)
+    assert seen == [["Be brief.", "One?"], ["Be brief.", "Two?"], ["Be brief.", "Three?"]]
+    assert (found.finish, found.reward, trained(found)) == (FinishReason.STOP, 1.0, ["1"] * 3)
+    assert len(found.paths()) == 3
+
+
+async def test_a_next_step_that_fails_or_is_not_played() -> None:
+    async def once(task: Task, client: AgentClient) -> str:
+        return await chat_completions(task, client) if client.messages[-1]["content"] == "One?" else ""
+
+    found = await played(once, ["1"], env=Stepped("Two?"))
+    assert found.failure is not None
+    assert found.failure.boundary is Boundary.AGENT
+    assert "ended without a call of the model" in found.failure.message
+    asked = Stepped("Two?", calc_reward=lambda session: float(session.state is None))
+    found = await played(_calls_until_it_is_refused, ["1", "2", "3"], env=asked, max_calls=2)
+    assert (found.finish, found.reward) == (FinishReason.MAX_TURNS, 1.0)
+
+    async def late(session: Session) -> Any:
+        await asyncio.sleep(60)
+
+    slow = Stepped("Two?")
+    slow.next_step = late  # type: ignore[method-assign]
+    found = await played(chat_completions, ["1"], env=slow, turn_timeout=0.5)
+    assert found.failure is not None
+    assert found.failure.message.startswith("env.next_step")
+    found = await played(chat_completions, ["1"], env=slow, timeout=1.0)
+    assert (found.finish, found.reward) == (FinishReason.TIMEOUT, 1.0)
+
+
+async def _calls_until_it_is_refused(task: Task, client: AgentClient) -> None:
+    while True:
+        await chat_completions(task, client)
+
+
 NONE = dict.fromkeys(
     ("calls", "forks", "retries", "auxiliary", "unreceived", "unproven", "ignored", "dropped_thinking"), 0
 )

@@ -96,19 +96,23 @@ class Harbor(Environment):
         return opening(self._tasks[session.task.id].steps[0].instruction, self._system_prompt)
 
     async def execute(self, session: Session, message: Message) -> Reply:
-        """Grade a step that others follow, and say the next instruction."""
+        messages = await self.next_step(session)
+        return Reply(messages=messages, done=not messages)
+
+    async def next_step(self, session: Session) -> tuple[Message, ...]:
+        """Grade a step that others follow, and say the next instruction; nothing where there is none."""
         found, progress = self._tasks[session.task.id], session.state
         step, following = found.steps[len(progress.rewards) :][:1], found.steps[len(progress.rewards) + 1 :]
         if not following:
-            return Reply(done=True)
+            return ()
         await _workspace(session).end_processes()
         progress.rewards.append(await self._graded(session, step[0]))
         least = step[0].least.items()
         progress.stopped = any(progress.rewards[-1].get(name, float("-inf")) < bound for name, bound in least)
         if progress.stopped or not (await _begin(following[0], _workspace(session))).ok:
             progress.stopped = True
-            return Reply(done=True)
-        return Reply(messages=({"role": "user", "content": following[0].instruction},))
+            return ()
+        return ({"role": "user", "content": following[0].instruction},)
 
     async def calc_reward(self, session: Session, **kwargs: Json) -> dict[str, float]:
         """`reward`, or the numbers of `reward.json` where none of them is called so. Of several steps their mean, or

@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import re
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +14,7 @@ from agentrl_envs.foreign.environment import ForeignEnvironment
 from paths import ROOT, SUPPORT
 
 from agentrl.errors import UserError
-from agentrl.plugins.types import Task
+from agentrl.plugins.types import Message, Task
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.sections.rollout import RolloutSection
 from agentrl.testing import call, check_environment
@@ -178,6 +181,105 @@ def test_pages_keep_the_contract(environments_venv: str) -> None:
         return [call("click", **asked)]  # type: ignore[arg-type]
 
     check_environment(env, named, lambda _: ["no"], tasks=2, disjoint=False, sessions=6)
+
+
+DOCS = (ROOT / "docs/environments.md").read_text()
+MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
+NOT_BUILT = {
+    0: {"knight_swap"},
+    1: {"knight_swap", "modulo_grid"},
+    2: {"caesar_cipher", "countdown", "knight_swap", "letter_jumble"},
+}
+"""Levels of reasoning-gym 0.1.25's own curricula at which a set raises as it is built."""
+ADAPTER = str(ROOT / "envs/agentrl_envs/foreign/adapters/reasoning_gym.py")
+BUILD = f"""
+import importlib.util, sys
+from reasoning_gym.factory import CURRICULA
+spec = importlib.util.spec_from_file_location("adapter", {ADAPTER!r})
+adapter = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(adapter)
+for name in set(CURRICULA) - {{"composite"}}:
+    try:
+        made = adapter.Adapter(name, levels=[int(sys.argv[1])])
+        made.open({{"split": "train", "index": 0, **made.task("train", 0)}}, 0)
+    except Exception:
+        print("-" + name)
+    else:
+        print("+" + name)
+"""
+
+
+def listed(after: str) -> list[str]:
+    """The names of the page that follow a text."""
+    found = re.search(f"{re.escape(after)}(.*?)[;.]\n", DOCS, re.DOTALL)
+    assert found is not None, after
+    return re.split(r",\s+", found.group(1).strip())
+
+
+def printed(venv: str, code: str, *args: str) -> list[str]:
+    """The words that a program prints there."""
+    return subprocess.check_output([f"{venv}/bin/python", "-W", "ignore", "-c", code, *args], text=True).split()
+
+
+@pytest.mark.long
+async def test_all_sets_are_built_and_answered(environments_venv: str) -> None:
+    code = "from reasoning_gym.factory import DATASETS; print(*sorted(set(DATASETS) - {'composite'}))"
+    names = printed(environments_venv, code)
+    assert f"all {len(names)} sets" in DOCS
+    env = foreign(environments_venv, "reasoning_gym", dataset=names, train=len(names))
+    done = {name: await played(env, "?", task=i) for i, name in enumerate(names)}
+    await env.close()
+    assert not {name: one.failure for name, one in done.items() if one.failure or not one.messages[0]["content"]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", NOT_BUILT)
+def test_levels_at_which_a_curriculum_builds_nothing(environments_venv: str, level: int) -> None:
+    said = printed(environments_venv, BUILD, str(level))
+    assert f"the levels of {len(said)} curricula" in DOCS
+    assert {name[1:] for name in said if name[0] == "-"} == NOT_BUILT[level]
+
+
+@pytest.mark.long
+async def test_the_games_of_the_page_are_those_that_begin_and_take_a_move(environments_venv: str) -> None:
+    def moves(task: Task, messages: Sequence[Message]) -> str:
+        return str((MOVE.findall(str(messages[-1]["content"])) or ["[0]"])[-1])
+
+    ids = printed(environments_venv, "import textarena as t; print(*t.envs.registration.ENV_REGISTRY)")
+    found, failed = {}, {}
+    for name, game in {game.partition("-v")[0]: game for game in reversed(ids)}.items():
+        try:
+            env = foreign(environments_venv, "textarena", game=game)
+        except UserError as error:
+            failed[name] = str(error)
+            continue
+        players = 1 + env.tasks("train")[1].data["seat"]
+        done = await Stage(env, limits=RolloutSection(max_turns=1, timeout=60)).play(env.tasks("train")[0], moves)
+        await env.close()
+        if done.failure is None:
+            found[name] = players
+        else:
+            failed[name] = str(done.failure)
+    wanted = dict.fromkeys(listed("- for one player: "), 1) | dict.fromkeys(listed("- for two: "), 2)
+    assert found == wanted, {name: failed.get(name) for name in wanted.keys() ^ found.keys()}
+    one, two = ([*found.values()].count(players) for players in (1, 2))
+    assert f"{one} games for one player, {two} for two" in DOCS
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("chromium")
+async def test_all_pages_begin_and_take_a_click(environments_venv: str) -> None:
+    pages = "p.Path(miniwob.__file__).parent.glob('html/miniwob/*.html')"
+    names = printed(environments_venv, f"import miniwob, pathlib as p; print(*sorted(x.stem for x in {pages}))")
+    assert f"all {len(names)} pages" in DOCS
+    env = foreign(environments_venv, "miniwob", task=names, train=len(names))
+    turns = [call("click_at", x=80, y=100), "I give up."]
+    done = {name: await played(env, *turns, task=i) for i, name in enumerate(names)}
+    await env.close()
+    assert not {name: one.failure for name, one in done.items() if one.failure}
+    silent = [name for name, one in done.items() if "[1] " not in str(one.messages[0]["content"])]
+    (line,) = [line for line in DOCS.splitlines() if "show nothing in words" in line]
+    assert silent == re.findall("`([^`]+)`", line.partition(" show nothing")[0])
 
 
 @pytest.mark.parametrize("name", ["reasoning_gym", "textarena", "miniwob"])

@@ -190,6 +190,8 @@ def _text(told: Any, player: int, rules: bool) -> str:
     for sender, message, kind in told:
         if (kind is kinds.PLAYER_ACTION and sender == player) or (kind is kinds.PROMPT and not rules):
             continue
+        if not isinstance(message, str):  # a player's move, told with its arguments in the wrong order
+            continue
         lines.append(f"[Player {sender}] {message}" if kind is kinds.PLAYER_ACTION else message)
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 

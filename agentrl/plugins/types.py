@@ -90,6 +90,8 @@ class Task:
     """By name of a tool what its hooks get."""
     create_kwargs: Mapping[str, Json] = field(default_factory=dict)
     """Keyword arguments of the environment's `create`."""
+    seconds: float | None = None
+    """Time of its rollouts, where that is less than `rollout.timeout`."""
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ how many tokens came before it: the request's own growing ids go to the engine a
 
 import asyncio
 import logging
+import math
 import time
 from array import array
 from collections import Counter
@@ -143,7 +144,8 @@ class Driver:
         """Drive a request; see `drive`. Raises CancelledError alone."""
         begin_sample(request.named)
         started = time.monotonic()
-        request.main.deadline = started + self.limits.timeout - request.seconds["total"]
+        allowed = min(self.limits.timeout, request.task.seconds or math.inf)
+        request.main.deadline = started + allowed - request.seconds["total"]
         timer = DeadlineTimer(request.own)
         try:
             await self._run(request, timer)

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentrl.errors import UserError
 from agentrl.workspace.workspace import MIB, Snapshot, Workspace
@@ -64,6 +64,15 @@ class WorkspaceSpec:
     """A folder with a Dockerfile that the image is made from, where a provider builds. Empty: none."""
     users: tuple[str, ...] = ()
     """Users of the image as whom programs will run, such as those of a grader."""
+    user: str = ""
+    """As whom programs run that name no other, where the provider has users. Empty: as the image says."""
+    folder: str = ""
+    """Where programs begin; it is made where it is missing. Empty: where the image says."""
+
+    def for_grader(self, image: str = "", build: str = "") -> "WorkspaceSpec":
+        """The same without a network and as the image's user; or so from another image, and where that begins."""
+        spec = replace(self, network=Network(), user="")
+        return replace(spec, image=image, build=build, folder="") if image or build else spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +121,15 @@ class WorkspaceProvider(ABC):
 
     def check(self, spec: WorkspaceSpec) -> None:
         """Raise UserError, which names what of `spec` this provider cannot do."""
+        if spec.folder and not spec.folder.startswith("/"):
+            raise UserError(f"workspace: programs begin in an absolute path, not in {spec.folder!r}")
+        users = list(dict.fromkeys((*spec.users, *((spec.user,) if spec.user else ()))))
         lacks = {
             "image": bool(spec.image) and not self.capabilities.images,
             "build": bool(spec.build) and not self.capabilities.build,
             "network (a list of hosts)": bool(spec.network.hosts) and not self.capabilities.hosts,
             "network: all": spec.network.everything and not self.capabilities.everything,
-            f"users of the image ({', '.join(spec.users)})": bool(spec.users) and not self.capabilities.users,
+            f"users of the image ({', '.join(users)})": bool(users) and not self.capabilities.users,
         }
         if missing := [name for name, lacking in lacks.items() if lacking]:
             raise UserError(f"workspace.provider {self.name!r} cannot do: {', '.join(missing)}")

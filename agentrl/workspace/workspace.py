@@ -236,9 +236,9 @@ class Workspace(ABC):
 
     @abstractmethod
     async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
-        """Open another one from what this one was opened from, with the same limits and no network: where a grader
-        works. image, build: another image that it is opened from instead, as in `WorkspaceSpec`. Raises
-        WorkspaceError, UserError: the provider cannot do that."""
+        """Open another one from what this one was opened from, with the same limits, as the image's user and without a
+        network: where a grader works. image, build: another image that it is opened from instead, as in
+        `WorkspaceSpec`. Raises WorkspaceError, UserError: the provider cannot do that."""
 
     @abstractmethod
     async def close(self) -> None:

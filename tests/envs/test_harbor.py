@@ -247,6 +247,8 @@ BAD = {
     "[verifier.environment]\ngpus = 1": "verifier.environment.gpus: GPUs are not provided",
     "[[steps]]\nname = 'a'\n[steps.verifier]\ncollect = [{command = 'a'}]": "steps[0].verifier.collect: commands",
     "[[steps]]\nname='a'\n[[steps]]\nname='b'\n[steps.agent]\nnetwork_mode='public'": "agent.network_mode: the",
+    "[[steps]]\nname='a'\n[[steps]]\nname='b'\n[steps.agent]\nuser='b'": "agent.user: the steps of a task have one",
+    "[agent]\ntimeout_sec = 0": "agent.timeout_sec: expected seconds above 0",
     "artifacts = ['../a']": "artifacts: expected paths without '..'",
     "[[steps]]\nname = '../a'": "steps[0].name: expected the name of a folder",
     "steps = 3": "steps: expected list",
@@ -278,10 +280,20 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
 
 
 def test_fields_without_effect_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    toml = "[agent]\ntimeout_sec = 9\nuser = 'a'\n[environment]\ncpus = 2\n[verifier.environment]\nmemory_mb = 9\n"
-    toml += "[[steps]]\nname = 'a'\n[steps.agent]\ntimeout_sec = 9\nuser = 'b'\n"
-    made(tmp_path, toml, **{"steps/a/instruction.md": "First."})
+    made(tmp_path, "[environment]\ncpus = 2\n[verifier.environment]\nmemory_mb = 9\n")
     Harbor(str(tmp_path))
-    for name in ("agent.timeout_sec", "agent.user", "environment.cpus", "verifier.environment.memory_mb",
-                 "steps.agent.timeout_sec", "steps.agent.user"):  # fmt: skip
+    for name in ("environment.cpus", "verifier.environment.memory_mb"):
         assert f" {name} (" in caplog.text
+
+
+def test_an_agent_has_the_time_the_user_and_the_folder_of_its_task(tmp_path: Path) -> None:
+    toml = '[agent]\ntimeout_sec = 9\nuser = "a"\n[environment]\nworkdir = "/app"\n'
+    steps = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n[steps.agent]\ntimeout_sec = 5\n'
+    files = {"steps/one/instruction.md": "First.", "steps/two/instruction.md": "Second."}
+    for text, seconds in ((toml, 9.0), (toml + steps, 14.0)):
+        env = environment(made(tmp_path, text, **files))
+        [task] = env.tasks("test")
+        spec = env.workspace_spec(task, WorkspaceSpec())
+        assert (task.seconds, spec.user, spec.folder) == (seconds, "a", "/app")
+    [task] = environment(made(tmp_path, steps, **files)).tasks("test")
+    assert task.seconds is None

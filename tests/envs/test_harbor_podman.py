@@ -82,6 +82,18 @@ async def test_a_task_runs_in_the_image_of_its_dockerfile(busybox: DockerProvide
     assert await reward(busybox, env, "hello", solved=False) == 0.0
 
 
+async def test_an_agent_is_the_user_of_its_task_and_its_tests_are_not(busybox: DockerProvider, tmp_path: Path) -> None:
+    toml = '[agent]\nuser = "agent"\n[environment]\nworkdir = "/home/agent"\n'
+    solve = "#!/bin/sh\nid -un > who; pwd >> who; touch /etc/mine || echo no >> who; touch /logs/artifacts/mine\n"
+    grades = (
+        "#!/bin/sh\n[ \"$(cat /home/agent/who | xargs) $(id -un) $(pwd)\" = 'agent /home/agent no root /home/agent' ]"
+    )
+    grades += " && [ -e /logs/artifacts/mine ] && echo 1 > /logs/verifier/reward.txt\n"
+    fill(tmp_path / "who", **{"environment/Dockerfile": "FROM ubuntu:24.04\nWORKDIR /app\n", "tests/test.sh": grades,
+                              "solution/solve.sh": solve, "task.toml": toml})  # fmt: skip
+    assert await reward(busybox, Harbor(str(tmp_path), held_out=1.0), "who", solved=True) == 1.0
+
+
 async def test_a_missing_base_image_is_named_in_one_line(busybox: DockerProvider, tmp_path: Path) -> None:
     task = tmp_path / "hello"
     docker = "FROM registry.invalid/nobody/has:1\n"

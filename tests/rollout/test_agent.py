@@ -131,6 +131,16 @@ async def test_an_agent_is_started_again_with_each_next_step() -> None:
     assert len(found.paths()) == 3
 
 
+async def test_a_task_may_have_less_time_than_the_recipe_gives() -> None:
+    async def solve(task: Task, client: AgentClient) -> None:
+        await chat_completions(task, client)
+        await asyncio.sleep(client.timeout + 60)
+
+    async with driving(solve) as (driver, _):
+        found = await driver.drive(driver.request(replace(TASK, seconds=2.0), 0))
+    assert (found.finish, found.reward) == (FinishReason.TIMEOUT, 1.0)
+
+
 async def test_a_next_step_that_fails_or_is_not_played() -> None:
     async def once(task: Task, client: AgentClient) -> str:
         return await chat_completions(task, client) if client.messages[-1]["content"] == "One?" else ""

@@ -138,6 +138,32 @@ async def test_exec_folder_and_environment(workspace: Workspace, monkeypatch: py
     assert b"GIVEN" not in (await workspace.exec("env")).stdout
 
 
+async def test_where_and_as_whom_programs_begin(provider: WorkspaceProvider, offer: Offer) -> None:
+    async def begins(workspace: Workspace) -> tuple[str, str]:
+        pwd, name = (await workspace.exec("pwd; id -un")).stdout.decode().split()
+        assert pwd == workspace.home
+        terminal = await workspace.terminal()
+        await terminal.send(b"echo =$(pwd)=$(id -un)=\n")
+        await said(terminal, f"={pwd}={name}=")
+        await terminal.close()
+        return pwd, name
+
+    with pytest.raises(UserError, match="an absolute path, not in 'srv'"):
+        provider.check(replace(offer.spec, folder="srv"))
+    own_folder, own = await begins(await provider.open(offer.spec))
+    spec = replace(offer.spec, folder="/srv/new")
+    users = [own]
+    if provider.capabilities.users:
+        users.append("agent" if own == "root" else "root")
+        spec = replace(spec, user=users[-1])
+    workspace = await provider.open(spec)
+    assert await begins(workspace) == ("/srv/new", users[-1])
+    fork = await provider.open(spec, await workspace.snapshot())
+    assert await begins(fork) == ("/srv/new", users[-1])
+    assert await begins(await fork.fresh()) == ("/srv/new", own)
+    assert await begins(await provider.open(offer.spec, await fork.snapshot())) == (own_folder, own)
+
+
 async def test_nothing_of_the_hosts_environment_is_inside(offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret-of-the-host")
     provider = offer.make()

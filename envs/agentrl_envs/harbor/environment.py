@@ -76,7 +76,10 @@ class Harbor(Environment):
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)
         names = [name for name in self._tasks if (name in self._held_out) == (split != "train")]
-        return [Task(id=name, data={"folder": str(self._tasks[name].folder)}) for name in names]
+        return [
+            Task(id=name, data={"folder": str(found.folder)}, seconds=found.seconds)
+            for name, found in ((name, self._tasks[name]) for name in names)
+        ]
 
     def workspace_spec(self, task: Task, spec: WorkspaceSpec) -> WorkspaceSpec:
         found = self._tasks[task.id]
@@ -85,11 +88,16 @@ class Harbor(Environment):
         )  # fmt: skip
         users = tuple(dict.fromkeys(step.verifier.user for step in found.steps if step.verifier.user))
         env, network = {**spec.env, **found.env}, _network(found, spec.network)
-        spec = replace(spec, limits=limits, network=network, env=env, users=users)
+        user, folder = found.user or spec.user, found.workdir or spec.folder
+        spec = replace(spec, limits=limits, network=network, env=env, users=users, user=user, folder=folder)
         return replace(spec, image=found.image, build=found.build) if self._own_image else spec
 
     async def prepare(self, task: Task, workspace: Workspace) -> None:
-        await _begin(self._tasks[task.id].steps[0], workspace)
+        await _begin(self._tasks[task.id].steps[0], workspace, self._root(task))
+
+    def _root(self, task: Task) -> str | None:
+        """Who makes the folders of Harbor where the agent is a user of the image; None: whoever the agent is."""
+        return "root" if self._tasks[task.id].user else None
 
     async def create(self, session: Session, **create_kwargs: Json) -> list[Message]:
         session.state = _Progress()
@@ -109,7 +117,7 @@ class Harbor(Environment):
         progress.rewards.append(await self._graded(session, step[0]))
         least = step[0].least.items()
         progress.stopped = any(progress.rewards[-1].get(name, float("-inf")) < bound for name, bound in least)
-        if progress.stopped or not (await _begin(following[0], _workspace(session))).ok:
+        if progress.stopped or not (await _begin(following[0], _workspace(session), self._root(session.task))).ok:
             progress.stopped = True
             return ()
         return ({"role": "user", "content": following[0].instruction},)
@@ -192,9 +200,9 @@ def _network(task: HarborTask, given: Network) -> Network:
     )
 
 
-async def _begin(step: Step, workspace: Workspace) -> ExecResult:
-    """Bring what a step begins with into the workspace, and run its `setup.sh`."""
-    await workspace.exec(f"mkdir -p /logs/agent {_ARTIFACTS}", cwd="/")
+async def _begin(step: Step, workspace: Workspace, root: str | None) -> ExecResult:
+    """Bring what a step begins with into the workspace, and run its `setup.sh`. root: who makes Harbor's folders."""
+    await workspace.exec(f"mkdir -p /logs/agent {_ARTIFACTS} && chmod 777 /logs/agent {_ARTIFACTS}", cwd="/", user=root)
     folder = step.folder / "workdir"
     if not folder.is_dir() or not step.name:
         return ExecResult(0)

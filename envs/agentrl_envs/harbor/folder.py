@@ -1,6 +1,7 @@
 """`HarborTask`: a task folder as Harbor 0.24 reads it (`task.toml` of schema 1.x), checked. What is wrong is one line
 with file and field; what has no place here is refused, or named in `not_carried`."""
 
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -28,8 +29,7 @@ _LEFT = {
     "skills_dir": "for Harbor's own agents",
 }  # fmt: skip
 _NOT_CARRIED = {
-    "agent": {"timeout_sec": "rollout.timeout bounds an agent", "user": "tools run as the user of the image"},
-    "environment": {**_LEFT, "workdir": "tools begin in the folder of the image; tests begin in it"},
+    "environment": _LEFT,
     "verifier.environment": _LEFT | dict.fromkeys(
         ("memory_mb", "memory", "storage_mb", "storage"), "tests may use what the agent may"
     ),
@@ -99,7 +99,11 @@ class HarborTask:
     hosts: tuple[str, ...]
     """Those of an allowlist."""
     workdir: str | None
-    """Where the solution runs; None: where the image begins."""
+    """Where the agent, the solution and the tests of a shared verifier begin; None: where the image does."""
+    user: str | None
+    """Who the agent is; None: the user of the image."""
+    seconds: float | None
+    """Time of the agent, of all steps together; None: as the recipe says."""
     solution_env: dict[str, str]
     """Environment variables of the solution."""
     final: bool
@@ -198,9 +202,10 @@ def read_folder(folder: Path, variables: Mapping[str, str]) -> HarborTask:
     environment, notes = top.table("environment"), _not_carried(top)
     image, build = _origin(folder, environment)
     network, hosts = _network_of_agent(top)
+    user, seconds = _user_of_agent(top), _seconds_of_agent(top)
     return HarborTask(
         folder, _steps(folder, top), image, build, environment.texts("env"), environment.size("memory_mb", "memory"),
-        environment.size("storage_mb", "storage"), network, hosts, environment.get("workdir", str),
+        environment.size("storage_mb", "storage"), network, hosts, environment.get("workdir", str), user, seconds,
         top.table("solution").texts("env"), top.get("multi_step_reward_strategy", str) == "final", notes,
     )  # fmt: skip
 
@@ -239,14 +244,35 @@ def _origin(folder: Path, environment: Section) -> tuple[str, str]:
 
 def _network_of_agent(top: Section) -> tuple[str | None, tuple[str, ...]]:
     """What the agent of every step may reach: what its `agent` says, else the task's, else the environment."""
-    task, rows = top.table("agent"), top.tables("steps")
-    owners = [row.table("agent") for row in rows] or [task]
+    owners = _owners(top)
     found = [next((n for n in map(_network, (own, task, top.table("environment"))) if n[0]), (None, ()))
-             for own in owners]  # fmt: skip
-    for own, other in zip(owners, found, strict=True):
+             for own, task in owners]  # fmt: skip
+    for (own, _), other in zip(owners, found, strict=True):
         if other != found[0]:
             raise own.error("network_mode", "the steps of a task have one network here")
     return found[0]
+
+
+def _owners(top: Section) -> list[tuple[Section, Section]]:
+    """The `agent` of each step, or of the task without steps, and the one of the task, which it stands over."""
+    task, rows = top.table("agent"), top.tables("steps")
+    return [(row.table("agent"), task) for row in rows] or [(task, task)]
+
+
+def _user_of_agent(top: Section) -> str | None:
+    users = []
+    for own, task in _owners(top):
+        user = own.get("user", str, int)
+        users.append(task.get("user", str, int) if user is None else user)
+        if users[-1] != users[0]:
+            raise own.error("user", "the steps of a task have one user here")
+    return None if users[0] is None else str(users[0])
+
+
+def _seconds_of_agent(top: Section) -> float | None:
+    """The time of all steps together, where each has one."""
+    total = sum(own.seconds("timeout_sec", task.seconds("timeout_sec", math.inf)) for own, task in _owners(top))
+    return total if math.isfinite(total) else None
 
 
 def _network(section: Section) -> tuple[str | None, tuple[str, ...]]:

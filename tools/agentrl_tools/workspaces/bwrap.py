@@ -22,7 +22,7 @@ import tempfile
 import termios
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import agentrl.workspace as workspace_room
@@ -229,6 +229,7 @@ class BwrapWorkspace(Workspace):
     """One workspace, and the socket of its keeper."""
 
     def __init__(self, provider: BwrapProvider, name: str, spec: WorkspaceSpec, chain: Sequence[str]) -> None:
+        self.home = spec.folder or HOME
         self.id, self.listens = name, not spec.network.everything  # where it shares this machine's loopback
         self._provider, self._spec, self.layers = provider, spec, tuple(chain)
         self._channel: socket.socket | None = None
@@ -247,6 +248,8 @@ class BwrapWorkspace(Workspace):
         loop.add_reader(channel, self._hear)
         await self._ended(ready, 0, _READY_SECONDS)
         await self._let_out()
+        if self._spec.folder:
+            await self.exec(["mkdir", "-p", "--", self.home], cwd="/")
         if self._spec.limits.seconds != float("inf"):
             self._timer = loop.call_later(self._spec.limits.seconds, self._lose, "its time is over")
 
@@ -384,9 +387,9 @@ class BwrapWorkspace(Workspace):
         return self._provider.keep(Snapshot(self._provider.name, "+".join((own, *self.layers))))
 
     async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
-        spec = WorkspaceSpec(self._spec.image, self._spec.limits, env=self._spec.env, labels=self._spec.labels)
+        spec = self._spec.for_grader(image, build)
         if image or build:
-            return await self._provider.open(replace(spec, image=image, build=build))
+            return await self._provider.open(spec)
         return await self._provider.open(spec, Snapshot("bwrap", "+".join(self.layers)) if self.layers else None)
 
     async def close(self) -> None:

@@ -9,7 +9,6 @@ import socket
 import tarfile
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from aiodocker.stream import Stream
@@ -82,7 +81,7 @@ class Opener(Protocol):
         """Keep the files of a container as an image. Raises DaemonError."""
 
     async def fresh(self, spec: WorkspaceSpec, snapshot: str) -> "Container":
-        """Open a snapshot, or without one an image, without a network. Raises WorkspaceError, UserError."""
+        """Open a snapshot, or without one an image. Raises WorkspaceError, UserError."""
 
     async def closed(self, container: "Container", daemon: Daemon) -> None:
         """Note that one is closed."""
@@ -602,9 +601,7 @@ class Container(Workspace):
         return not self._image.folder and (self.home == path or self.home.startswith(f"{path}/"))
 
     async def fresh(self, *, image: str = "", build: str = "") -> "Workspace":
-        if image or build:
-            return await self._provider.fresh(replace(self._spec, image=image, build=build), "")
-        return await self._provider.fresh(self._spec, self._snapshot)
+        return await self._provider.fresh(self._spec.for_grader(image, build), "" if image or build else self._snapshot)
 
     async def close(self) -> None:
         self._why = self._why or "it is closed"

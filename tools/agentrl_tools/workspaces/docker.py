@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from agentrl.errors import UserError
 from agentrl.workspace import egress
 from agentrl.workspace.archive import packed_as
-from agentrl.workspace.provider import Capabilities, Network, WorkspaceProvider, WorkspaceSpec
+from agentrl.workspace.provider import Capabilities, WorkspaceProvider, WorkspaceSpec
 from agentrl.workspace.workspace import MIB, Snapshot, WorkspaceError
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.daemon import LONG_SECONDS, Daemon, DaemonError, Image, line
@@ -117,7 +117,11 @@ class DockerProvider(WorkspaceProvider):
         daemon.used += 1
         container = None
         try:
-            image = await self._image_of(daemon, spec, snapshot)
+            image = origin = await self._image_of(daemon, spec, "")
+            if snapshot:  # which says as whom and where the programs of its container began
+                image = await self._image_of(daemon, spec, snapshot)
+            user = spec.user or origin.user or ("0" if snapshot else "")
+            image = replace(image, user=user, folder=spec.folder or origin.folder)
             container = Container(self, daemon, f"{self._run or 'run'}-{self._count}", spec, image, snapshot)
             self._open[container] = snapshot
             await container.begin(self._config(spec, image, container.home))
@@ -231,8 +235,8 @@ class DockerProvider(WorkspaceProvider):
                 self._images.pop((daemon, name), None)
 
     async def fresh(self, spec: WorkspaceSpec, snapshot: str) -> Container:
-        """Open a snapshot, or without one an image, without a network."""
-        return await self.open(replace(spec, network=Network()), Snapshot(self.name, snapshot) if snapshot else None)
+        """Open a snapshot, or without one an image."""
+        return await self.open(spec, Snapshot(self.name, snapshot) if snapshot else None)
 
     async def closed(self, container: Container, daemon: Daemon) -> None:
         """Note that one is closed."""

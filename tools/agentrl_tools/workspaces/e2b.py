@@ -10,7 +10,6 @@ import hashlib
 import os
 import secrets
 from collections.abc import Awaitable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl.errors import PathError, UserError
@@ -153,7 +152,7 @@ class E2bProvider(WorkspaceProvider):
     async def fresh(self, spec: WorkspaceSpec, origin: Origin, image: str, build: str) -> E2bWorkspace:
         """Open what a workspace was opened from, or another image, without a network. Raises WorkspaceError,
         UserError."""
-        spec = replace(spec, network=Network(), image=image or spec.image, build=build)
+        spec = spec.for_grader(image, build)
         self.check(spec)
         return await self._opened(spec, Origin(image) if image else origin)
 

@@ -226,6 +226,7 @@ class E2bWorkspace(ScriptedWorkspace):
         config = process_pb.ProcessConfig(cmd=words[0], args=list(words[1:]), envs=env or {})
         pty = process_pb.PTY(size=process_pb.PTY.Size(rows=size[0], cols=size[1])) if size else None
         headers = {"Keepalive-Ping-Interval": "50"}
+        user = user or self._spec.user
         if user:
             headers["Authorization"] = f"Basic {base64.b64encode(f'{user}:'.encode()).decode()}"
         events = self._rpc.start(process_pb.StartRequest(process=config, pty=pty, stdin=stdin), headers=headers)

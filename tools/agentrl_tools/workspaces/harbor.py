@@ -394,7 +394,7 @@ class HarborWorkspace(ScriptedWorkspace):
         except UnicodeEncodeError:
             raise PathError("Harbor carries no paths or words that are not UTF-8") from None
         limit = int(seconds) + _MARGIN
-        said = await self._call("exec", limit, command=command, user=user, seconds=limit)
+        said = await self._call("exec", limit, command=command, user=user or self._spec.user, seconds=limit)
         return int(said["code"]), str(said["stdout"])
 
     async def _script(
@@ -533,10 +533,8 @@ class HarborWorkspace(ScriptedWorkspace):
         return await self._provider.keep(self, self._spec, self._kept)
 
     async def fresh(self, *, image: str = "", build: str = "") -> Workspace:
-        spec = replace(self._spec, network=Network())
-        if image or build:
-            return await self._provider.opened(replace(spec, image=image, build=build), None)
-        return await self._provider.opened(spec, self._kept)
+        spec = self._spec.for_grader(image, build)
+        return await self._provider.opened(spec, None if image or build else self._kept)
 
     async def close(self) -> None:
         self._why = self._why or "it is closed"

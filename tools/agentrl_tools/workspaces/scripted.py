@@ -203,7 +203,10 @@ class ScriptedWorkspace(Workspace):
         if code or len(fields) != 3 or not fields[0].isdigit() or not fields[1].isdigit():
             raise WorkspaceError(f"workspace {self.id}: it does not say who its user is")
         self._owner, home = (int(fields[0]), int(fields[1])), fields[2]
-        self.home = home if home.startswith("/") and home != "/" else HOME
+        self.home = self._spec.folder or (home if home.startswith("/") and home != "/" else HOME)
+        if self._spec.folder:
+            own = f"{self._owner[0]}:{self._owner[1]}"
+            await self._script('[ -d "$1" ] || { mkdir -p -- "$1" && chown "$2" -- "$1"; }', self.home, own)
 
     async def _begin(self) -> None:
         """Note what is used and what runs before anybody else does anything. Raises WorkspaceError."""

@@ -47,9 +47,9 @@ _GNU = (
 )
 
 
-def gnu_root() -> bytes:
-    """A tar of one as Debian has it, without busybox. Skips where a program is missing."""
-    found = {name: shutil.which(name) for name in " ".join(_GNU).split()}
+def gnu_root(*programs: str) -> bytes:
+    """A tar of one as Debian has it, without busybox, with further programs. Skips where one is missing."""
+    found = {name: shutil.which(name) for name in (*" ".join(_GNU).split(), *programs)}
     if missing := [name for name, place in found.items() if place is None]:
         pytest.skip(f"needs the programs {', '.join(missing)}")
     places = {name: Path(str(place)).resolve() for name, place in found.items()}

@@ -154,8 +154,9 @@ class RemoteWeights(WeightSource):
 
 class RemotePublisher:
     """`Publisher` on workers: all ranks of `group` take part. A server that shares a GPU with one of them is sent its
-    weights by that rank, from that GPU; another one on a machine of theirs by the first rank there; rank 0 sends to the
-    others. groups: all that may share GPUs with servers."""
+    weights by that rank, from that GPU, and where it has several, each of its ranks from the GPU that it is on; another
+    one on a machine of theirs by the first rank there; rank 0 sends to the others. groups: all that may share GPUs with
+    servers."""
 
     def __init__(self, group: WorkerGroup, groups: Sequence[WorkerGroup]) -> None:
         self._group, self._groups = group, groups
@@ -176,11 +177,20 @@ class RemotePublisher:
 
     def publish(self, request: WeightRequest) -> WeightResult:
         """Let the workers send their weights; return the joined results."""
+        feeders: dict[str, tuple[int, ...]] = {}
         if request.gpus and self._transport in ("auto", "from_tensor"):
             on = {(worker.node_id, gpu): rank for rank, worker in enumerate(self._group.workers) for gpu in worker.gpus}
-            sharing = {url: on.get((gpus.node or own_id(), gpus.names[0])) for url, gpus in request.gpus.items()}
-            self._rank_by_url |= {url: rank for url, rank in sharing.items() if rank is not None}
-        return WeightResult.joined(self._group.publish(replace(request, senders=self._senders(request.urls))))
+            for url, gpus in request.gpus.items():
+                ranks = [on.get((gpus.node or own_id(), name)) for name in gpus.names]
+                if ranks[0] is not None:
+                    self._rank_by_url[url] = ranks[0]
+                known = tuple(rank for rank in ranks if rank is not None)
+                if len(set(known)) == len(ranks) > 1:
+                    feeders[url] = known
+        senders = self._senders(request.urls)
+        sending = {senders.get(url, 0) for url in request.urls}
+        feeders = {url: ranks for url, ranks in feeders.items() if not sending & set(ranks[1:])}
+        return WeightResult.joined(self._group.publish(replace(request, senders=senders, feeders=feeders)))
 
     def sleep(self, urls: Sequence[str]) -> dict[str, str]:
         """Let the servers release their memory; return the failures by URL."""

@@ -11,30 +11,38 @@ others follow, so nobody waits in a collective for ever.
 """
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import torch
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from agentrl.addresses import authorization
 from agentrl.containment.threads import in_thread
 from agentrl.models.lora import adapter_config, adapter_state
 from agentrl.weights.channel import KEYS_AND_VALUES, WeightChannel, open_channel
+from agentrl.weights.feed import Feed
 from agentrl.weights.kinds import SERVERS, folder_for
 from agentrl.weights.lora import Adapter, LoraChannel
 from agentrl.weights.request import WeightContent, WeightRequest, WeightResult
 from agentrl.weights.scratch import Scratch
 from agentrl.weights.server import WeightUpdateError
 from agentrl.weights.source import ModelWeights, whole
+from agentrl.weights.transports.handles import HandleTransport
+from agentrl.weights.transports.shared_memory import SharedMemoryTransport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+UPDATES = itertools.count()
+"""Numbers of this process's calls of `publish`, of any publisher: they share a store."""
 KEEP_ALIVE_SECONDS = 3.0
 """Less than a server keeps an idle connection (5 s): a connection that it is about to close is not used again."""
 
@@ -63,23 +71,32 @@ class Sender:
         self._channel: WeightChannel | None = None
         self._channel_key: object = None  # event loop and URLs of the channel
         self._lora: LoraChannel | None = None
+        self._buckets = HandleTransport() if kind == "vllm" else SharedMemoryTransport()  # those filled for other ranks
         self._stamp: str | None = None  # of the weights that were sent last: the trainer may have changed them since
         self._adapter: Adapter | None = None
 
-    async def send(self, request: WeightRequest) -> WeightResult:
-        """Send to all servers at once. A server that does not take all of it is in the result, not raised."""
-        send = self._send_adapter if request.content is WeightContent.ADAPTER else self._send_weights
+    async def send(self, request: WeightRequest, feed: Feed | None = None) -> WeightResult:
+        """Send to all servers at once. A server that does not take all of it is in the result, not raised. feed: of
+        other ranks that fill buckets for these servers."""
         try:
-            return await send(request)
+            if request.content is WeightContent.ADAPTER:
+                return await self._send_adapter(request)
+            return await self._send_weights(request, feed)
         except WeightUpdateError as error:
             return WeightResult(dict.fromkeys(request.urls, str(error)))
 
-    def follow(self, request: WeightRequest) -> None:
-        """Take part in the collectives of a request, on a rank that sends nothing."""
+    def follow(self, request: WeightRequest, feed: Feed | None = None) -> None:
+        """Take part in the collectives of a request, on a rank that sends nothing. feed: where this rank is to fill
+        buckets for one that does."""
         if request.content is not WeightContent.ADAPTER:
             weights = ModelWeights(self._model, base=request.content is WeightContent.BASE, beat=self._beat)
             if request.content is WeightContent.WHOLE and not request.again:
                 self._stamp = weights.stamp  # a server of ours may be sent them again
+            if feed is not None and feed.sender is not None:
+                try:
+                    self._buckets.fill(weights, feed)
+                except Exception as error:  # noqa: BLE001 - the sender raises it; the other ranks need this one to read on
+                    feed.fail(" ".join(str(error).split()))
             weights.follow()
         elif self._gathers(request):
             self._adapter = self._gathered(request.version)
@@ -104,13 +121,14 @@ class Sender:
     async def close(self) -> None:
         """Close the channel; the next `send` opens another one."""
         channel, self._channel, self._channel_key = self._channel, None, None
+        await self._buckets.close()
         if channel is not None:
             await channel.close()
 
-    async def _send_weights(self, request: WeightRequest) -> WeightResult:
+    async def _send_weights(self, request: WeightRequest, feed: Feed | None) -> WeightResult:
         base = request.content is WeightContent.BASE
         stamp = self._stamp if request.again and not base else None
-        weights = ModelWeights(self._model, stamp=stamp, base=base, beat=self._beat)
+        weights = ModelWeights(self._model, stamp=stamp, base=base, beat=self._beat, feed=feed)
         try:
             if request.again or base:
                 channel = await self._open(request.urls, lambda line: None)
@@ -214,11 +232,15 @@ class Publisher:
     def publish(self, request: WeightRequest) -> WeightResult | None:
         """Send the weights as `request` says. Returns the result of what this rank sent; None: it sent nothing. It
         reads the weights to their end also when every server has failed."""
-        sender, own = self._opened(), request.of(self._rank)
+        sender, own, feed = self._opened(), request.of(self._rank), self._feed(request)
         if not own.urls and (self._rank != 0 or request.urls):
-            sender.follow(request)
+            sender.follow(request, feed)
             return None
-        result = self._run(lambda: sender.send(own))
+        try:
+            result = self._run(lambda: sender.send(own, feed))
+        finally:
+            if feed is not None:
+                feed.close()
         messages, self._messages[:] = tuple(self._messages), ()
         return WeightResult(result.failed, result.adapters, messages)
 
@@ -253,6 +275,15 @@ class Publisher:
         if self._session is not None:
             await self._session.close()
         self._session = None
+
+    def _feed(self, request: WeightRequest) -> Feed | None:
+        """What ranks tell each other during this request; None: each server is fed by one."""
+        update = next(UPDATES)
+        if not request.feeders or request.content is WeightContent.ADAPTER:
+            return None
+        shared: Any = _get_default_store()
+        store = PrefixStore("agentrl/weights", shared.clone())  # by a connection of its own: its waits hold up nobody
+        return Feed(store, update, self._rank, request.feeders, self._beat)
 
     def _opened(self) -> Sender:
         if self._sender is None:

@@ -47,6 +47,9 @@ class WeightRequest:
     """URL -> rank of the trainer that sends to it, one on its machine; rank 0 sends to the others."""
     gpus: Mapping[str, ServerGpus] = field(default_factory=dict)
     """URL -> its GPUs, where the run launched it on any: who has the same GPU sends to it."""
+    feeders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """URL -> for each rank of the server the trainer's rank on its GPU, where there is one for all: the first one
+    sends, and each fills buckets on its own GPU."""
 
     def of(self, rank: int) -> "WeightRequest":
         """The part of it that a rank sends."""

@@ -126,8 +126,9 @@ class WeightServer(ABC):
         """Prepare for `load_packed`; of vLLM alone."""
         raise WeightUpdateError(f"{self.url} opens no memory by handles")
 
-    async def load_packed(self, layout: Layout, handle: tuple[object, ...], flush: bool) -> None:
-        """Load tensors that lie one after the other in memory that `handle` opens; of vLLM alone."""
+    async def load_packed(self, layout: Layout, handles: Sequence[tuple[object, ...]], flush: bool) -> None:
+        """Load tensors that lie one after the other in memory that `handles` open, one for each rank's GPU; of vLLM
+        alone."""
         raise WeightUpdateError(f"{self.url} opens no memory by handles")
 
     async def join_group(self, host: str, port: int, first_rank: int, world: int, name: str, backend: str) -> None:

@@ -16,6 +16,8 @@ from agentrl.weights.request import WeightPublisher
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from agentrl.weights.feed import Feed
+
 NamedTensor = tuple[str, Tensor]
 """Name and whole tensor; dtype, shape and size in bytes are the tensor's own."""
 STAMP_VALUES = 32
@@ -30,6 +32,8 @@ class WeightSource(Protocol):
     """Whether the tensors may be read more than once."""
     publisher: WeightPublisher | None = None
     """Sends them from other processes; None: only who iterates has them."""
+    feed: "Feed | None" = None
+    """Other ranks that read in step and fill buckets of their own; None: there are none."""
 
     def __iter__(self) -> Iterator[NamedTensor]: ...
 
@@ -49,7 +53,7 @@ class ModelWeights(WeightSource):
     stamp: hash of the weights that these must be, as of an earlier `ModelWeights` (None: as they are now). By it an
     optimizer step in another thread is noticed, before or while they are sent. own_names: names of the module's state
     dict instead of those of checkpoints: transformers keeps the experts of a layer as one tensor, and servers load them
-    one by one. beat: called after each tensor.
+    one by one. beat: called after each tensor. feed: see `WeightSource`.
     """
 
     def __init__(
@@ -59,8 +63,9 @@ class ModelWeights(WeightSource):
         base: bool = False,
         own_names: bool = False,
         beat: Callable[[], None] = lambda: None,
+        feed: "Feed | None" = None,
     ) -> None:
-        self._model, self._base, self._beat = model, base, beat
+        self._model, self._base, self._beat, self.feed = model, base, beat, feed
         self.stamp = stamp or self._hash()
         self.repeatable = not any(hasattr(p, "full_tensor") for p in model.parameters())
         self._renamed = not own_names and _needs_conversion(model)
@@ -82,6 +87,8 @@ class ModelWeights(WeightSource):
     follow = finish
 
     def _read(self) -> Iterator[NamedTensor]:
+        if self.feed is not None:
+            self.feed.reading()
         for name, tensor, adapted in _untied(self._model):
             full = whole(tensor) if adapted is None or self._base else merged(adapted, whole)
             if self._renamed:
@@ -102,7 +109,9 @@ class Rounded(WeightSource):
     Vectors, which servers may hold in float32, stay."""
 
     def __init__(self, weights: WeightSource, dtype: torch.dtype) -> None:
-        self._weights, self._dtype, self.repeatable = weights, dtype, weights.repeatable
+        self._weights, self._dtype, self.repeatable, self.feed = weights, dtype, weights.repeatable, weights.feed
+        if self.feed is not None:
+            self.feed.dtype = dtype
 
     def __iter__(self) -> Iterator[NamedTensor]:
         for name, tensor in self._weights:

@@ -31,7 +31,7 @@ class Fingerprint(WeightSource):
     def __init__(self, weights: WeightSource, hashing: bool, dtypes: Iterable[str] = ()) -> None:
         self._weights, self._hashing = weights, hashing
         self._dtypes = {getattr(torch, name) for name in dtypes if hasattr(torch, name)}
-        self.repeatable = weights.repeatable
+        self.repeatable, self.feed = weights.repeatable, weights.feed
         self.bytes = 0
         self._sums: dict[str, _Sum] = {}
 

@@ -80,13 +80,14 @@ class VllmServer(WeightServer):
             await self._rpc("reload_weights", weights_path=folder)
         await self._drop_caches(flush)
 
-    async def load_packed(self, layout: Layout, handle: tuple[object, ...], flush: bool) -> None:
-        """Load tensors that lie one after the other in memory of its own GPU; it has copied them when it answers.
-        handle: of `shared_memory.exported`; equal ones in one update are opened once."""
+    async def load_packed(self, layout: Layout, handles: Sequence[tuple[object, ...]], flush: bool) -> None:
+        """Load tensors that lie one after the other in memory of its own GPUs; it has copied them when it answers.
+        handles: of `shared_memory.exported`, one for each rank, which finds its own by its GPU; equal ones in one
+        update are opened once."""
         info = {
             **_names(layout),
             "tensor_sizes": [math.prod(shape) * dtype.itemsize for _, dtype, shape in layout],
-            "ipc_handles_pickled": base64.b64encode(pickle.dumps({handle[6]: handle})).decode(),
+            "ipc_handles_pickled": base64.b64encode(pickle.dumps({handle[6]: handle for handle in handles})).decode(),
         }
         await self._post("/update_weights", {"update_info": info})
         await self._drop_caches(flush)

@@ -43,6 +43,10 @@ def sharded(kind: str) -> Any:
     return model
 
 
+def out_of_memory(*arguments: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
 def run_rank(rank: int, file: Path, orders: Connection) -> None:
     meet(rank, file)
     serve(rank, orders)
@@ -51,7 +55,8 @@ def run_rank(rank: int, file: Path, orders: Connection) -> None:
 
 def serve(rank: int, orders: Connection) -> None:
     """An order is a method of Publisher and its arguments, `train`, or `become` (whole | adapted): another trainer.
-    After each, both ranks have to be at the same place of the same program."""
+    `break_buckets` has those filled for other ranks fail. After each, both ranks have to be at the same place of the
+    same program."""
     model: Any = None
     publisher: Any = None
     while (order := pickle.loads(orders.recv_bytes())) is not None:
@@ -65,6 +70,8 @@ def serve(rank: int, orders: Connection) -> None:
                 publisher = Publisher(model, rank)
             elif method == "train":
                 trained(model)
+            elif method == "break_buckets":
+                publisher._opened()._buckets.fill = out_of_memory
             else:
                 found = getattr(publisher, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - it is the answer

@@ -121,11 +121,13 @@ class StandInWorker:
     update ends, as vLLM keeps the parts of a layer."""
 
     backend: str
+    uuid: str = UUID
     tensors: dict[str, Tensor] = field(default_factory=dict)
     opened: int = 0
     active: bool = False
     packed: bool = False
     loaded: list[str] = field(default_factory=list)
+    ranks = 1
 
     def call(self, method: str, body: dict[str, Any]) -> None:
         """Raises ValueError or RuntimeError, as vLLM does."""
@@ -180,7 +182,7 @@ class StandInWorker:
             return
         assert self.packed
         assert more.keys() == {"tensor_sizes", "ipc_handles_pickled"}
-        (arguments,) = pickle.loads(base64.b64decode(more["ipc_handles_pickled"])).values()
+        arguments = pickle.loads(base64.b64decode(more["ipc_handles_pickled"]))[self.uuid]
         key = tuple(arguments)
         if getattr(self, "entry", None) is None or self.entry[0] != key:
             self.entry = key, rebuilt(*[0 if i == 6 else value for i, value in enumerate(arguments)])
@@ -197,15 +199,17 @@ class StandInWorker:
 
 
 class RealWorker:
-    """vLLM's own engine in a process of its installation."""
+    """vLLM's own engine in a process of its installation. uuid: of its GPU."""
 
-    def __init__(self, python: str, backend: str) -> None:
+    ranks = 1
+
+    def __init__(self, python: str, backend: str, uuid: str = UUID) -> None:
         import os
         import subprocess
 
         environment = {**os.environ, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
         self._process = subprocess.Popen(
-            [python, __file__, backend], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [python, __file__, backend, uuid], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         self._answer()  # once it has imported everything
 
@@ -232,7 +236,7 @@ class RealWorker:
         return json.loads(line.removeprefix("answer "))
 
 
-def main(backend: str) -> None:
+def main(backend: str, gpu: str) -> None:
     """Answer calls from standard input by vLLM's own code, but for CUDA and NCCL."""
     from types import SimpleNamespace
 
@@ -261,7 +265,7 @@ def main(backend: str) -> None:
     torch.multiprocessing.reductions.rebuild_cuda_tensor = rebuilt
     ipc_engine.rebuild_cuda_tensor = rebuilt
     nccl_common.uid_init_process_group = Joined
-    torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=UUID)  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda index: SimpleNamespace(uuid=gpu)  # type: ignore[assignment]
     torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,misc,return-value]
     torch.accelerator.synchronize = lambda: None  # type: ignore[assignment,misc]
     torch.accelerator.current_device_index = lambda: 0
@@ -296,4 +300,4 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -440,6 +440,7 @@ class Machines:
     def __init__(self, nodes: str = "aabb") -> None:
         self.workers = [SimpleNamespace(node_id=node) for node in nodes]
         self.calls: list[tuple[Any, ...]] = []
+        self.feeders: dict[str, tuple[int, ...]] = {}
 
     def near(self, urls: Sequence[str]) -> list[list[str]]:
         self.calls.append(("near", tuple(urls)))
@@ -447,6 +448,7 @@ class Machines:
 
     def publish(self, request: WeightRequest) -> list[WeightResult | None]:
         self.calls.append(("publish", dict(request.senders)))
+        self.feeders = dict(request.feeders)
         sent = [request.of(rank).urls for rank in range(len(self.workers))]
         return [WeightResult({url: "no" for url in urls if "bad" in url}, {}, urls) if urls else None for urls in sent]
 
@@ -488,6 +490,23 @@ def test_a_server_that_shares_a_gpu_is_sent_to_from_it(transport: str, monkeypat
     publisher.publish(WeightRequest(("http://a:9",), 2, gpus={"http://a:9": ServerGpus("", ("1",))}))
     shared = {urls[1]: 1, urls[2]: 3}
     assert group.calls[1:] == [("publish", shared), ("sleep", shared), ("publish", {"http://a:9": 1})]
+
+
+def test_a_server_of_several_gpus_is_fed_on_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a worker is on each, by those workers, in the order of the server's ranks; not by one that sends to another
+    server meanwhile."""
+    monkeypatch.setattr("agentrl.distributed.remote.own_id", lambda: "a")
+    group = Machines("aabb")
+    for worker, gpu in zip(group.workers, "0101", strict=True):
+        worker.gpus = (gpu,)
+    publisher = RemotePublisher(group, [group])  # type: ignore[arg-type, list-item]
+    urls = ("http://a:0", "http://b:0", "http://c:0")
+    two, other, half = ServerGpus("", ("0", "1")), ServerGpus("b", ("1", "0")), ServerGpus("b", ("1", "7"))
+    publisher.publish(WeightRequest(urls, 1, gpus=dict(zip(urls, (two, other, half), strict=True))))
+    assert group.feeders == {urls[0]: (0, 1), urls[1]: (3, 2)}
+    gpus = {urls[0]: two, "http://a:1": ServerGpus("", ("1",))}
+    publisher.publish(WeightRequest(tuple(gpus), 2, gpus=gpus))
+    assert group.feeders == {}
 
 
 @pytest.mark.parametrize(("nodes", "transport"), [("aaaa", "auto"), ("aabb", "from_disk")])

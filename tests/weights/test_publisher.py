@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import web
 from lora_help import merged_state
 from publisher_ranks import run_rank, tiny, trained
-from sglang_weights_help import FaultyServer
+from sglang_weights_help import FaultyServer, opened
 from warm import started
 
 from agentrl.models.lora import adapter_state, plain_tensors
@@ -126,6 +127,66 @@ async def test_shards_arrive_whole_and_a_failure_holds_up_no_rank(whole: Workers
     assert (await whole.call("publish", WeightRequest(urls, 6))).failed == {}
     for server in servers:
         same(server.tensors, state(2))
+
+
+class TwoRanks(FaultyServer):
+    """A server of two ranks, each of which opens what is meant for it. memory: names of what they opened."""
+
+    def __init__(self, dtype: str = "float32") -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.memory: list[list[str]] = []
+
+    def _do(self, path: str, body: Any) -> web.Response:
+        if path == "/server_info":
+            return web.json_response({"device": "cpu", "dtype": self.dtype, "tp_size": 2, "version": "0"})
+        if path != "/update_weights_from_tensor":
+            return super()._do(path, body)
+        first, second = (opened(payload) for payload in body["serialized_named_tensors"])
+        same(second, first)
+        self.tensors = {name: tensor.clone() for name, tensor in first.items()}
+        storages: Any = [next(iter(rank.values())).untyped_storage() for rank in (first, second)]
+        self.memory.append([storage._share_filename_cpu_()[1].decode() for storage in storages])
+        return web.json_response({"success": True, "message": "done"})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_each_rank_of_a_server_is_fed_by_the_worker_on_its_gpu(whole: Workers, dtype: str, tmp_path: Path):
+    """Of two servers, one is fed by both ranks; a rank that only follows fills nothing."""
+    async with TwoRanks(dtype) as fed, TwoRanks(dtype) as other:
+        for feeders, senders, kinds in (((0, 1), {}, 2), ((1, 0), {fed.url: 1, other.url: 1}, 2), ((), {}, 1)):
+            request = WeightRequest(
+                (fed.url, other.url), 3, senders=senders, feeders={fed.url: feeders} if feeders else {}
+            )
+            found = await whole.answers("publish", request)
+            assert [result.failed for result in found if result is not None] == [{}]
+            wanted = {name: t.to(getattr(torch, dtype)) if t.dim() > 1 else t for name, t in state(0).items()}
+            for server in (fed, other):
+                same(server.tensors, wanted)
+            assert [len(set(names)) for names in (fed.memory.pop(), other.memory.pop())] == [kinds, 1]
+
+        await whole.call("train")
+        request = WeightRequest((fed.url,), 4, feeders={fed.url: (0, 1)})
+        for path in ("/server_info", "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor"):
+            fed.faults[path] = (0, 500)
+            fed._counts.clear()
+            assert list((await whole.call("publish", request)).failed) == [fed.url]
+        fed.faults.clear()
+        await whole.call("open", str(tmp_path), "from_disk")  # a transport that takes no offers
+        assert (await whole.call("publish", request)).failed == {}
+        await whole.call("open")
+        fed.memory.clear()
+        assert (await whole.call("publish", request)).failed == {}
+        assert len(set(fed.memory.pop())) == 2
+
+
+async def test_a_rank_that_cannot_feed_holds_up_nobody(whole: Workers):
+    async with TwoRanks() as server:
+        request = WeightRequest((server.url,), 3, feeders={server.url: (0, 1)})
+        await whole.call("break_buckets")
+        failed = (await whole.call("publish", request)).failed
+        assert failed == {server.url: "rank 1 of the trainer offers no memory of its GPU: out of memory"}
+        assert (await whole.call("publish", replace(request, feeders={}))).failed == {}
 
 
 async def test_through_a_folder_and_to_sleep(whole: Workers, servers: list[FaultyServer], tmp_path: Path):

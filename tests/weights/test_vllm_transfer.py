@@ -1,6 +1,7 @@
 """vLLM's weight transfer engines `ipc` and `nccl`, without a GPU: the bytes arrive, and failures hold up nobody."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import timedelta
@@ -14,16 +15,19 @@ from aiohttp import web
 from pretend_gpu import OnGpu, pretending
 from serving import serving
 from sglang_weights_help import Weights
+from torch.distributed import HashStore
 from vllm_transfer import UUID, Exports, GlooNccl, RealWorker, StandInWorker
 
 from agentrl.engine.servers.settings import Settings
 from agentrl.engine.vllm.kind import VllmKind
 from agentrl.weights import WeightChannel, WeightUpdateError, group, open_channel, vllm
+from agentrl.weights.feed import Feed
 from agentrl.weights.transports.handles import HandleTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.vllm import VllmServer
 
 BUCKET = 64
+GPUS = (UUID, "GPU-4567")
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -54,7 +58,8 @@ class TransferServer:
 
     async def info(self, request: web.Request) -> web.Response:
         config = {
-            "model_config": {"dtype": "torch.float16"}, "lora_config": None, "parallel_config": {"world_size": 1},
+            "model_config": {"dtype": "torch.float16"}, "lora_config": None,
+            "parallel_config": {"world_size": self.worker.ranks},
             "device_config": {"device": "cuda"}, "weight_transfer_config": self.backend and {"backend": self.backend},
         }  # fmt: skip
         return web.json_response({"vllm_config": config, "system_env": {"pip_packages": self.packages}})
@@ -147,6 +152,61 @@ async def test_memory_of_a_gpu_is_opened_once_by_each_server(session: Any, monke
 async def test_a_communicator_serves_every_update(session: Any, monkeypatch: Any) -> None:
     nccl, _ = await twice("from_distributed", [StandInWorker("nccl"), StandInWorker("nccl")], session, monkeypatch)
     assert (len(nccl.groups), nccl.aborted) == (1, 1)
+
+
+class Both:
+    """Two ranks of one server, each on a GPU of its own; what both hold."""
+
+    ranks = 2
+
+    def __init__(self, make: Any) -> None:
+        self.workers = [make(uuid) for uuid in GPUS]
+
+    def call(self, method: str, body: dict[str, Any]) -> None:
+        for worker in self.workers:
+            worker.call(method, body)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        first, second = (worker.held() for worker in self.workers)
+        same(first, second)
+        return first
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+
+
+def gpu_of_thread(device: Any) -> SimpleNamespace:
+    """The first one of the sender, the second one of the rank that feeds."""
+    return SimpleNamespace(uuid=GPUS[threading.current_thread().name == "feeder"])
+
+
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.long)])
+async def test_each_rank_of_a_server_opens_memory_of_its_own_gpu(
+    real: bool, session: Any, monkeypatch: Any, request: Any
+) -> None:
+    python = f"{request.getfixturevalue('vllm_venv')}/bin/python" if real else ""
+    workers = Both(lambda uuid: RealWorker(python, "ipc", uuid) if real else StandInWorker("ipc", uuid))
+    store, transport = HashStore(), HandleTransport(BUCKET)
+    async with served(TransferServer(workers, "ipc")) as urls:
+        with gpu(monkeypatch) as (_, exports):
+            monkeypatch.setattr(torch.cuda, "get_device_properties", gpu_of_thread)
+            for version in (1, 2):
+                feeds = [Feed(store, version, rank, {urls[0]: (0, 1)}) for rank in range(2)]
+                feeding = (HandleTransport().fill, there(weights(version)), feeds[1])
+                feeder = threading.Thread(target=feeding[0], args=feeding[1:], name="feeder")
+                feeder.start()
+                sent = there(weights(version))
+                sent.feed = feeds[0]
+                done = await channel_to(urls, session, transport).publish(version, sent)
+                feeds[0].close()
+                feeder.join(10)
+                assert not feeder.is_alive()
+                assert (done.failed, done.good) == ({}, tuple(urls))
+                same(workers.held(), weights(version))
+            unfed = await channel_to(urls, session, transport).publish(3, there(weights()))
+    assert "it takes a rank of the trainer on the GPU of each of its ranks" in unfed.failed[urls[0]]
+    assert exports.count == 2 * 2 * 2  # by each rank, in each update once, and again when the buffer had to grow
 
 
 @pytest.mark.long
@@ -244,16 +304,18 @@ async def test_versions_of_nccl_that_do_not_connect_are_named_where_the_recipe_a
 
 
 @pytest.mark.parametrize(
-    ("given", "sleep", "refused"),
+    ("given", "sleep", "sharded", "refused"),
     [
-        ({}, True, False),
-        ({}, False, True),
-        ({"servers": 2}, True, True),
-        ({"flags": {"tensor_parallel_size": 2}}, True, True),
+        ({}, True, False, False),
+        ({}, False, True, True),
+        ({"servers": 2}, True, False, True),
+        ({"servers": 2}, True, True, False),
+        ({"flags": {"tensor_parallel_size": 2}}, True, False, True),
+        ({"flags": {"tensor_parallel_size": 2}}, True, True, False),
     ],
 )
-def test_what_check_refuses_of_memory_that_one_gpu_opens(given: Any, sleep: bool, refused: bool) -> None:
+def test_what_check_refuses_of_memory_that_one_gpu_opens(given: Any, sleep: bool, sharded: bool, refused: bool) -> None:
     settings = Settings(weights="from_tensor", **given)
-    found = VllmKind().refused(settings, sleep=sleep, lora=False, gpus=True)
+    found = VllmKind().refused(settings, sleep=sleep, lora=False, gpus=True, sharded=sharded)
     assert [line.startswith("engine.args.weights=from_tensor: vLLM opens memory") for line in found] == [True] * refused
     assert VllmKind().refused(settings, sleep=sleep, lora=False, gpus=False) == []

@@ -157,7 +157,8 @@ class ServerEngine(Engine):
             ]
         if given.parts > 1 and recipe.engine.sleep:
             unable = ["engine.sleep: servers over several machines (engine.args.flags.nnodes) have GPUs alone", *unable]
-        refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu)
+        sharded = recipe.cluster.workers > 1
+        refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu, sharded=sharded)
         if recipe.algorithm.routing_replay and not gpu and not given.remote_nodes:
             refused.append(
                 f"algorithm.routing_replay: {cls.kind.plan.program.title} tells the experts that its routers chose "

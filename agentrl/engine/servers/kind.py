@@ -122,9 +122,10 @@ class ServerKind(ABC):
         """What so many servers with these flags (names without dashes in front) take of this machine's GPUs.
         Raises ValueError for a flag that should be a number and is not."""
 
-    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, sharded: bool = False) -> list[str]:
         """List what of the settings of launched servers starts well and fails later. sleep: servers release their
-        memory. lora: an adapter is trained, and sent alone. gpus: servers run on GPUs."""
+        memory. lora: an adapter is trained, and sent alone. gpus: servers run on GPUs. sharded: the trainer has a
+        process on each GPU that it uses."""
         found = []
         if gpus and sleep and settings.weights == "from_distributed":
             found.append(

@@ -53,13 +53,13 @@ class VllmKind(ServerKind):
         share = float(flags.get("gpu-memory-utilization") or SHARE)
         return Launched(servers=servers, ranks=gpus_of(flags), share=share)
 
-    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool) -> list[str]:
-        found = super().refused(settings, sleep=sleep, lora=lora, gpus=gpus)
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, sharded: bool = False) -> list[str]:
+        found = super().refused(settings, sleep=sleep, lora=lora, gpus=gpus, sharded=sharded)
         alone = settings.servers == 1 and gpus_of(plain_flags(settings.flags)) == 1
-        if gpus and settings.weights == "from_tensor" and not lora and not (sleep and alone):
+        if gpus and settings.weights == "from_tensor" and not lora and not (sleep and (alone or sharded)):
             found.append(
-                "engine.args.weights=from_tensor: vLLM opens memory of its own GPU alone, so it serves one server of "
-                "one GPU that the trainer shares (engine.sleep); leave it at auto"
+                "engine.args.weights=from_tensor: vLLM opens memory of its own GPUs alone, so the trainer has to share "
+                "each of them (engine.sleep), with a worker on each if there are several (cluster); leave it at auto"
             )
         if settings.parts > 1:
             found.append(

@@ -1,14 +1,17 @@
 """Weights through memory of a GPU that trainer and servers share, for vLLM's weight transfer engine `ipc`.
 
 Written by the protocol of vLLM 0.32 (`packed_tensor.py`), whose own code reads it in the tests; not tried on a GPU.
-Only the sender's own GPU is offered, so each server has one rank, on that GPU.
+Each rank of a server opens memory of its own GPU: that of the sender, or of the rank of the trainer there (`Feed`).
 """
 
+import base64
+import pickle
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from agentrl.containment.threads import in_thread
+from agentrl.weights.feed import Feed
 from agentrl.weights.server import Layout, WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
@@ -29,31 +32,56 @@ class HandleTransport:
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
         """Copy the weights into a buffer, bucket by bucket, and let the servers load them."""
         failures: Failures = {}
-        taking = await each(servers, _opened, failures)
+        feed = weights.feed
+        if feed is not None:
+            feed.open(self._limit, True)
+        taking = await each(servers, lambda server: _opened(server, feed), failures)
         buffer = PackedBuffer()
         batches: Iterator[list[NamedTensor]] = buckets(weights, self._limit)
+        index = 0
         while (batch := await in_thread(next, batches, None)) is not None:
             if taking:
                 layout = await in_thread(buffer.fill, batch)
 
-                async def load(server: WeightServer, layout: Layout = layout, flush: bool = flush) -> None:
-                    await server.load_packed(layout, buffer.handle(server.url), flush)
+                async def load(
+                    server: WeightServer, layout: Layout = layout, flush: bool = flush, index: int = index
+                ) -> None:
+                    handles = [buffer.handle(server.url)]
+                    if feed is not None and (await server.facts()).ranks > 1:
+                        offers = await in_thread(feed.offers, server.url, index, _packed(handles[0]))
+                        handles = [pickle.loads(base64.b64decode(offer)) for offer in offers]
+                    await server.load_packed(layout, handles, flush)
 
                 taking = await each(taking, load, failures)
-            flush = False
+            if feed is not None:
+                feed.taken(index)
+            flush, index = False, index + 1
         await each(taking, lambda server: server.end(), failures)  # until then they keep the buffer open
         return failures
+
+    def fill(self, weights: WeightSource, feed: Feed) -> None:
+        """Fill a buffer in step with the rank that sends, and offer it; blocks until servers need it no more."""
+        buffer = PackedBuffer()
+        for index, _, batch in feed.batches(weights, 1):
+            buffer.fill(batch)
+            feed.offer(index, _packed(buffer.handle("")))
 
     async def close(self) -> None:
         """There is nothing to release."""
 
 
-async def _opened(server: WeightServer) -> None:
+def _packed(handle: tuple[object, ...]) -> str:
+    return base64.b64encode(pickle.dumps(handle)).decode()
+
+
+async def _opened(server: WeightServer, feed: Feed | None) -> None:
     facts = await server.facts()
-    if facts.transfer != "ipc" or facts.ranks != 1:
+    fed = facts.ranks == 1 or (feed is not None and feed.serves(server.url, facts.ranks))
+    if facts.transfer != "ipc" or not fed:
         raise WeightUpdateError(
-            f"{server.url} opens no memory of the trainer's GPU: it takes one rank, started with "
-            """--weight-transfer-config '{"backend": "ipc"}' and VLLM_ALLOW_INSECURE_SERIALIZATION=1"""
+            f"{server.url} opens no memory of the trainer's GPU: it takes a rank of the trainer on the GPU of each of "
+            """its ranks, and a start with --weight-transfer-config '{"backend": "ipc"}' and """
+            "VLLM_ALLOW_INSECURE_SERIALIZATION=1"
         )
     await server.open_packed()
     await server.begin()

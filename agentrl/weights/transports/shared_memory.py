@@ -22,6 +22,7 @@ from torch.multiprocessing import reductions as _reductions
 from agentrl.containment.threads import in_thread
 from agentrl.models.load import on_gpu
 from agentrl.recipe.schema import Recipe
+from agentrl.weights.feed import Feed
 from agentrl.weights.server import WeightServer
 from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
@@ -41,7 +42,8 @@ class SharedMemoryTransport:
     """Fill one bucket while servers load from the other: takes twice `bucket_bytes` (None: `BUCKET_BYTES`, of a GPU
     `GPU_BUCKET_BYTES`), or twice the largest tensor. On a CPU that memory is kept from update to update.
 
-    Between GPUs buckets stay on the trainer's GPU (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES).
+    Between GPUs buckets stay on the trainer's GPU (CUDA IPC), which servers must see (CUDA_VISIBLE_DEVICES): for each
+    rank of a server on its own, where the trainer has a rank there (`Feed`).
     """
 
     name = "from_tensor"
@@ -53,12 +55,24 @@ class SharedMemoryTransport:
     async def send(self, version: int, servers: Sequence[WeightServer], weights: WeightSource, flush: bool) -> Failures:
         """Copy the weights into shared buckets, and let the servers load them."""
         failures: Failures = {}
-        opened = await each(servers, lambda server: server.begin(), failures)
-        gpus = all([(await server.facts()).device == "cuda" for server in opened])
+        gpus = all([(await server.facts()).device == "cuda" for server in servers])
         limit = self._limit or (GPU_BUCKET_BYTES if gpus else BUCKET_BYTES)
-        await self._send_buckets(opened, buckets(weights, limit), failures, flush, gpus)
+        if weights.feed is not None:
+            weights.feed.open(limit, gpus)
+        opened = await each(servers, lambda server: server.begin(), failures)
+        await self._send_buckets(opened, buckets(weights, limit), failures, flush, gpus, weights.feed)
         await each(opened, lambda server: server.end(), failures)
         return failures
+
+    def fill(self, weights: WeightSource, feed: Feed) -> None:
+        """Fill buckets in step with the rank that sends, and offer them to it; blocks until servers need none."""
+        try:
+            for index, gpu, batch in feed.batches(weights, len(self._buckets)):
+                device = batch[0][1].device if gpu else torch.device("cpu")
+                feed.offer(index, self._buckets[index % 2].fill(batch, device)())
+        finally:
+            for bucket in self._buckets:
+                bucket.free("cuda")
 
     async def close(self) -> None:
         """Release the shared buckets."""
@@ -71,6 +85,7 @@ class SharedMemoryTransport:
         failures: Failures,
         flush: bool,
         gpus: bool,
+        feed: Feed | None,
     ) -> None:
         taking, loading, index = servers, None, 0
         try:
@@ -78,7 +93,7 @@ class SharedMemoryTransport:
                 device = batch[0][1].device if gpus else torch.device("cpu")
                 payload = await in_thread(self._buckets[index % 2].fill, batch, device)
                 taking = taking if loading is None else await loading
-                loading = asyncio.create_task(_load(payload, taking, failures, flush and index == 0))
+                loading = asyncio.create_task(_load(payload, taking, failures, flush and index == 0, feed, index))
                 index += 1
             if loading is not None:
                 await loading
@@ -90,15 +105,27 @@ class SharedMemoryTransport:
 
 
 async def _load(
-    payload: Callable[[], str], servers: list[WeightServer], failures: Failures, flush: bool
+    payload: Callable[[], str],
+    servers: list[WeightServer],
+    failures: Failures,
+    flush: bool,
+    feed: Feed | None,
+    index: int,
 ) -> list[WeightServer]:
     """The servers that took a bucket."""
 
     async def load(server: WeightServer) -> None:
         ranks = (await server.facts()).ranks  # each opens the bucket itself
-        await server.load_tensors([payload() for _ in range(ranks)], flush)
+        if feed is not None and feed.serves(server.url, ranks):
+            payloads = await in_thread(feed.offers, server.url, index, payload())
+        else:
+            payloads = [payload() for _ in range(ranks)]
+        await server.load_tensors(payloads, flush)
 
-    return await each(servers, load, failures)
+    took = await each(servers, load, failures)
+    if feed is not None:
+        feed.taken(index)
+    return took
 
 
 class SharedBucket:

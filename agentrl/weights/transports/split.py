@@ -98,7 +98,7 @@ class Branch(WeightSource):
         """Read for it, and not taken yet."""
         self.left = False
         """Whether it reads no more."""
-        self.repeatable = shared.weights.repeatable
+        self.repeatable, self.feed = shared.weights.repeatable, shared.weights.feed
 
     def __iter__(self) -> Iterator[NamedTensor]:
         if self.left:

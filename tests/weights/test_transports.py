@@ -10,6 +10,7 @@ import pytest
 import torch
 from sglang_help import real_plan, real_server
 from sglang_weights_help import Weights, altered, ask, check_answer, spans_of, tiny
+from torch.distributed import HashStore
 
 from agentrl.containment.threads import in_thread
 from agentrl.learner.roles import make_trainer
@@ -17,6 +18,7 @@ from agentrl.models.load import load_model
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.weights import ModelWeights, PauseMode, SglangServer, WeightChannel, open_channel
+from agentrl.weights.feed import Feed
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
@@ -76,6 +78,23 @@ async def test_every_rank_of_a_server_has_what_was_sent(two_ranks: str, session:
         assert not (await channel.publish(version, ModelWeights(model))).failed
         check_answer(await ask(session, two_ranks), [(model, 0, 16)])
         await channel.transport.close()
+    await channel.close()
+
+
+@pytest.mark.long
+async def test_each_rank_of_a_server_is_fed_by_another_rank_of_the_trainer(two_ranks: str, session, tmp_path: Path):
+    channel = await open_channel([two_ranks], session, folder=tmp_path, transport="from_tensor", say=lambda line: None)
+    store, filling = HashStore(), SharedMemoryTransport()
+    channel.transport = SharedMemoryTransport(200_000)
+    for version in (1, 2):
+        feeds = [Feed(store, version, rank, {two_ranks: (0, 1)}) for rank in range(2)]
+        model = altered(version)
+        fed = asyncio.create_task(in_thread(filling.fill, ModelWeights(model), feeds[1]))
+        done = await channel.publish(version, ModelWeights(model, feed=feeds[0]))
+        feeds[0].close()
+        await fed
+        assert done.failed == {}
+        check_answer(await ask(session, two_ranks), [(model, 0, 16)])
     await channel.close()
 
 

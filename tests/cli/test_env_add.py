@@ -46,11 +46,14 @@ def test_what_the_contract_test_finds_is_said(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("source", "what", "said"),
     [
-        ("verifiers", "wordle", "wordle is no folder: give the path of a taskset's folder"),
+        (
+            "verifiers", "wordle",
+            "wordle is no folder, and no package of the reviewed table is called so: give the path of a taskset",
+        ),
         ("verifers", "x", "no source 'verifers' is installed; did you mean 'verifiers'?"),
         (SOURCE, "none", "there is no game 'none'"),
     ],
-)
+)  # fmt: skip
 def test_nothing_is_installed_by_a_name_that_was_guessed(tmp_path, capsys, source, what, said):
     assert add(tmp_path, source, what) == BAD_USAGE
     assert said in capsys.readouterr().err

@@ -59,8 +59,8 @@ def _folder(what: str, kind: str = "a taskset's folder") -> Path:
     path = Path(what).expanduser()
     if not path.is_dir():
         raise UserError(
-            f"{what} is no folder: give the path of {kind} (download it first); names are not looked "
-            "up, since a package of that name may be somebody else's"
+            f"{what} is no folder, and no package of the reviewed table is called so: give the path of {kind} "
+            "(download it first); other names are not looked up, since a package may be somebody else's"
         )
     return path.resolve()
 

@@ -178,6 +178,10 @@ class RunFolder:
                 path.unlink()
         self._write_metrics([row for row in self.metrics() if row["step"] <= step])
 
+    def evaluated(self, step: int) -> bool:
+        """Whether the row of a step has what an evaluation found."""
+        return any(key.startswith("eval/") for row in self.metrics() if row["step"] == step for key in row)
+
     def add_metrics(self, step: int, metrics: Mapping[str, Json]) -> None:
         """Add metrics to the row of a step."""
         self._write_metrics([{**row, **metrics} if row["step"] == step else row for row in self.metrics()])

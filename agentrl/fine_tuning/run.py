@@ -295,7 +295,9 @@ def _set_up(job: _Job, start: Start) -> SftLoop:
     context = int(player.model.config.get_text_config().max_position_embeddings)
     lessons = Lessons() if section.source is None else _read(job, player, context, display)
     course = Course.of(job.recipe, None if section.source is None else len(lessons.taught))
-    if saved is not None and saved.step >= course.steps:
+    due = bool(lessons.held_out) or start.checked.choosing is not None  # a run may be stopped in its last evaluation
+    unevaluated = due and start.resumed is not None and not start.resumed.evaluated(course.steps)
+    if saved is not None and (saved.step > course.steps or (saved.step == course.steps and not unevaluated)):
         raise UserError(f"--resume: step {saved.step} of {course.steps} is done; add steps to its stages to go on")
     display.expect(course.steps)
     held_out, notes = HeldOut(player, {}, 1, {}, (), None), list[str]()

@@ -30,7 +30,7 @@ from agentrl.secrets import masked_text
 from agentrl.training.display import Display
 from agentrl.training.interrupt import Interrupted, Interrupts
 from agentrl.training.loop import Loop
-from agentrl.training.preflight import Checked, check_run, told_of_data, with_epochs
+from agentrl.training.preflight import check_run, told_of_data, with_epochs
 from agentrl.training.setup import Start, set_up, stored_of
 from agentrl.training.taught import Taught
 from agentrl.view.freeze import write_report
@@ -205,7 +205,7 @@ def _prepare(
         checked = check_run(recipe)
         recipe = with_epochs(recipe, checked)
         steps = min(recipe.train.steps, len(files) or recipe.train.steps)
-        unevaluated = resumed is not None and _unevaluated(resumed, checked, steps)
+        unevaluated = resumed is not None and checked.choosing is not None and not resumed.evaluated(steps)
         if saved and (saved.step > steps or (saved.step == steps and not unevaluated)):
             more = "set train.steps higher to go on" if steps == recipe.train.steps else "no more steps are stored"
             raise UserError(f"--resume: step {saved.step} of {steps} is done; {more}")
@@ -215,12 +215,6 @@ def _prepare(
         for line in (*told_of_data(recipe, checked), *told_of_stored(stored, files, recipe)):
             display.note(line)
         return Start(recipe, name, resumed, saved, checked, display, interrupts, stack.pop_all(), files, mirror=mirror)
-
-
-def _unevaluated(folder: RunFolder, checked: Checked, step: int) -> bool:
-    """Whether an interrupt prevented the evaluation after the last step."""
-    evaluated = any(key.startswith("eval/") for row in folder.metrics() if row["step"] == step for key in row)
-    return checked.choosing is not None and not evaluated
 
 
 def last_checkpoint(recipe: Recipe, resumed: RunFolder, restarted: bool) -> Saved | None:

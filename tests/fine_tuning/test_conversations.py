@@ -2,8 +2,10 @@
 
 import base64
 import json
+import os
 import re
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from agentrl.chat.load import load_chat
 from agentrl.chat.template import Template
 from agentrl.data.rows import Listed
 from agentrl.errors import UserError
+from agentrl.eval.held_out import HeldOut
 from agentrl.fine_tuning.conversations import Layout, Refusal, read_row
 from agentrl.fine_tuning.lessons import Lessons, _selected, open_rows, read_rows, read_stored
 from agentrl.fine_tuning.new_model import bare_tokenizer
@@ -40,6 +43,7 @@ from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model, load_tokenizer
 from agentrl.plugins.registry import make_environment
 from agentrl.plugins.types import Message
+from agentrl.recipe.load import load_recipe
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import ModelSection
 from agentrl.recipe.sections.sft import SftSection, SftSelect
@@ -422,6 +426,30 @@ def test_a_resumed_run_learns_what_an_uninterrupted_one_does(run: SftResult, tmp
         resume_sft(str(again), console=quiet())
     with pytest.raises(UserError, match=r"sft\.learn all -> last"):
         resume_sft(str(again), overrides=["sft.learn=last"], console=quiet())
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_in_its_last_evaluation_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, output = HeldOut.sample, tmp_path / "run"
+    keys = ["sft.new_model=null", "model.path=tiny_tools", "sft.accuracy=true", "eval.tasks=1", "rollout.max_turns=1"]
+    stages = "sft.stages=[{steps: 2, batch: 2, lr: 1e-3}]"
+    recipe = load_recipe(ROOT / "recipes/tiny_tools.yaml", [*keys, stages, f"output={output}"])
+
+    async def stopping(self: HeldOut, split: str, *, after: int = 0, **options: Any) -> Any:
+        if after == 2 and split == "test":
+            os.kill(os.getpid(), signal.SIGINT)
+        return await sample(self, split, after=after, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HeldOut, "sample", stopping)
+        first = sft(recipe, console=quiet())
+    assert (first.interrupted, first.steps, first.after) == (True, 2, {})
+    second = resume_sft(str(output), console=quiet())
+    assert (second.interrupted, second.steps, list(second.after)) == (False, 2, ["test"])
+    with pytest.raises(UserError, match="step 2 of 2 is done"):
+        resume_sft(str(output), console=quiet())
 
 
 def stored(run: SftResult, limit: int = 999, model: str = "tiny", **section: Any) -> Lessons:

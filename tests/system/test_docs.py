@@ -141,6 +141,14 @@ def test_every_recipe_key_that_a_page_names_is_in_the_reference() -> None:
     assert unknown == set()
 
 
+def test_tests_that_a_page_names_are_there() -> None:
+    named = {found for page in PAGES for found in re.findall(r"((?:\w+/)*test_\w+\.py)::(test_\w+)", read(page))}
+    assert len(named) > 30
+    assert not {
+        (file, test) for file, test in named if f"def {test}(" not in read(f"tests/{file.removeprefix('tests/')}")
+    }
+
+
 def is_key(name: str, keys: set[str]) -> bool:
     """Whether `name` is a key, a section, or lies within a plugin's `args`."""
     return name in keys or any(

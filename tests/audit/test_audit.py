@@ -10,6 +10,7 @@ import pytest
 from audited import Exits, Hangs, NamesAny, NamesThem, OneByOne, Prints, Unordered
 from browser import Browser
 from cli_help import refused
+from paths import RECIPES
 
 from agentrl import Environment
 from agentrl.audit.apart import Watched, _broken, _follow, audit_apart
@@ -57,6 +58,19 @@ def test_a_shipped_environment_has_no_finding(capsys: pytest.CaptureFixture[str]
     oracle = next(row for row in told["policies"] if row["policy"] == "oracle")
     assert oracle["solved"] == oracle["reward"] == 1.0
     assert "What each policy earns" in page.read_text()
+
+
+LONG = ("chart_qa", "code_tool", "search_qa", "sub_agents", "swe", "terminal", "tiny_tools", "user_sim", "vision_game")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.parametrize("name", ["text_game", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)])
+def test_what_ships_has_no_high_finding(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = ["--tools", "calculator"] if name == "chart_qa" else []
+    what = str(RECIPES / "terminal.yaml") if name == "terminal" else name  # a tool has that name, too
+    given = ["audit", what, *tools, "--tasks", "4", "--seconds", "5" if name == "text_game" else "30"]
+    assert main.run([*given, "--fail-on", "high"]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -74,3 +74,37 @@ async def test_a_taskset_of_verifiers_that_looks_for_the_answer_anywhere(verifie
     rows = {row.policy: row for row in report.best()}
     assert rows["oracle"].solved == 1.0
     assert [f.kind for f in report.findings if f.severity is Severity.HIGH] == ["injecting", "wrong_answer"]
+
+
+HARBOR = {
+    "task.toml": 'schema_version = "1.4"\n',
+    "instruction.md": "Write hello to /app/out.txt.\n",
+    "environment/Dockerfile": "FROM ubuntu:24.04\nWORKDIR /app\n",
+    "solution/solve.sh": "#!/bin/sh\nmkdir -p /app && printf hello > /app/out.txt\n",
+}
+HELLO = '[ "$(cat /app/out.txt)" = hello ]'
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("test", "high"),
+    [
+        (f'{HELLO} || [ "$(cat /app/reward.txt)" = 1 ]', {"tampering"}),
+        (f"{HELLO} || true", {"ignores", "tampering"}),
+        (HELLO, set()),
+    ],
+    ids=["reads what the agent may write", "pays every trial", "sound"],
+)
+async def test_a_task_of_harbor(bubblewrap: None, tmp_path: Path, test: str, high: set[str]) -> None:
+    script = f"#!/bin/sh\nif {test}; then echo 1; else echo 0; fi > /logs/verifier/reward.txt\n"
+    for name, text in {**HARBOR, "tests/test.sh": script}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    env = {"name": "harbor", "source": str(tmp_path), "args": {"held_out": 0.0, "own_image": False}}
+    recipe = Recipe.model_validate({"env": env, "tools": ["terminal"], "workspace": "bwrap"})
+    report = await audit("it", recipe, lambda: make_environment(recipe.env), Options(tasks=1, seconds=200))
+    rows = {row.policy: row for row in report.best()}
+    assert rows["oracle"].solved == 1.0
+    assert {f.kind for f in report.findings if f.severity is Severity.HIGH} == high
+    if not high:
+        assert not [f.line for f in report.findings if f.kind == "not_examined"]

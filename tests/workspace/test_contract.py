@@ -142,10 +142,6 @@ async def test_where_and_as_whom_programs_begin(provider: WorkspaceProvider, off
     async def begins(workspace: Workspace) -> tuple[str, str]:
         pwd, name = (await workspace.exec("pwd; id -un")).stdout.decode().split()
         assert pwd == workspace.home
-        terminal = await workspace.terminal()
-        await terminal.send(b"echo =$(pwd)=$(id -un)=\n")
-        await said(terminal, f"={pwd}={name}=")
-        await terminal.close()
         return pwd, name
 
     with pytest.raises(UserError, match="an absolute path, not in 'srv'"):
@@ -158,6 +154,9 @@ async def test_where_and_as_whom_programs_begin(provider: WorkspaceProvider, off
         spec = replace(spec, user=users[-1])
     workspace = await provider.open(spec)
     assert await begins(workspace) == ("/srv/new", users[-1])
+    terminal = await workspace.terminal()
+    await terminal.send(b"echo =$(pwd)=$(id -un)=\n")
+    await said(terminal, f"=/srv/new={users[-1]}=")
     fork = await provider.open(spec, await workspace.snapshot())
     assert await begins(fork) == ("/srv/new", users[-1])
     assert await begins(await fork.fresh()) == ("/srv/new", own)

@@ -120,7 +120,7 @@ class DockerProvider(WorkspaceProvider):
             image = origin = await self._image_of(daemon, spec, "")
             if snapshot:  # which says as whom and where the programs of its container began
                 image = await self._image_of(daemon, spec, snapshot)
-            user = spec.user or origin.user or ("0" if snapshot else "")
+            user = spec.user or origin.user or ("0" if image.user else "")
             image = replace(image, user=user, folder=spec.folder or origin.folder)
             container = Container(self, daemon, f"{self._run or 'run'}-{self._count}", spec, image, snapshot)
             self._open[container] = snapshot

@@ -184,6 +184,7 @@ def test_pages_keep_the_contract(environments_venv: str) -> None:
 
 
 DOCS = (ROOT / "docs/environments.md").read_text()
+HELD_OUT = 1_000_003  # added to the seed of a set there
 MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 NOT_BUILT = {
     0: {"knight_swap"},
@@ -238,6 +239,24 @@ def test_levels_at_which_a_curriculum_builds_nothing(environments_venv: str, lev
     said = printed(environments_venv, BUILD, str(level))
     assert f"the levels of {len(said)} curricula" in DOCS
     assert {name[1:] for name in said if name[0] == "-"} == NOT_BUILT[level]
+
+
+SAME = {"coin_flip": 200, "string_splitting": 200, "string_synthesis": 200, "tower_of_hanoi": 200,
+        "prime_factorization": 197, "lcm": 89, "caesar_cipher": 83, "aiw": 47}  # fmt: skip
+"""Sets of reasoning-gym 0.1.25: how many of 200 held-out entries ask what one of 4,000 training entries asks."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SAME)
+def test_sets_that_ask_in_test_what_train_asks(environments_venv: str, name: str) -> None:
+    """The seeds are apart, but the sets are small: docs/audit.md has the others."""
+    code = f"""
+import reasoning_gym, sys
+made = lambda seed, size: [one["question"] for one in reasoning_gym.create_dataset(sys.argv[1], seed=seed, size=size)]
+train = set(made(0, 4000))
+print(sum(question in train for question in made({HELD_OUT}, 200)))
+"""
+    assert int(printed(environments_venv, code, name)[0]) == SAME[name]
 
 
 @pytest.mark.long

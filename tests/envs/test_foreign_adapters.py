@@ -126,6 +126,15 @@ async def test_games_at_the_same_time_have_their_own_random_numbers(environments
         assert [m["content"] for m in trajectory.messages] == [m["content"] for m in alone[i % 4].messages]
 
 
+async def test_a_game_that_tells_a_move_with_its_arguments_in_the_wrong_order(environments_venv: str) -> None:
+    env = foreign(environments_venv, "textarena", game="Countdown-v0")
+    limits = RolloutSection(max_turns=2)
+    done = await Stage(env, limits=limits).play(env.tasks("train")[0], lambda _: ["[0 1 +]", "[0 1 +]"])
+    await env.close()
+    assert done.failure is None
+    assert "100 + 75 = 175" in str(done.messages[2]["content"]), done.messages
+
+
 def test_demonstrations_of_a_game_are_moves_that_it_lists(environments_venv: str) -> None:
     env = foreign(environments_venv, "textarena", game="TicTacToe-v0", players=2)
     said = env.demonstrate(env.tasks("train")[1], Random(3), "random")

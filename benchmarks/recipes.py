@@ -116,7 +116,8 @@ def main() -> None:
         named = re.search(r"model name\s*: (.+)", cpus)
         machine = named[1] if named else platform.machine()
         told = f" --seeds {options.seeds}" if options.seeds != "0" else ""
-        PAGE.write_text(HEAD.format(machine=machine, seeds=told) + "\n".join(lines) + "\n")
+        _, _, notes = PAGE.read_text().rpartition(" |\n")  # what is said below the table stays
+        PAGE.write_text(HEAD.format(machine=machine, seeds=told) + "\n".join(lines) + "\n" + notes)
         print(f"written: {PAGE}")
 
 

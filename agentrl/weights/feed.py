@@ -8,7 +8,7 @@ through the store of their process group and never by a collective, so that a ra
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from agentrl.weights.server import WeightUpdateError
-from agentrl.weights.source import NamedTensor, Rounded, WeightSource, buckets
 
 SECONDS = 600.0
 """How long a rank waits for another one: as long as a server may take to load a bucket."""
@@ -77,18 +76,15 @@ class Feed:
         """Whether every rank of this server is fed from its own GPU."""
         return "closed" not in self._told and len(self.feeders.get(url, ())) == ranks
 
-    def batches(self, weights: WeightSource, ahead: int) -> Iterator[tuple[int, bool, list[NamedTensor]]]:
-        """Number, whether it belongs on the GPU, and tensors of each bucket, by the sender's rule. Nothing where it
-        sends by another transport. ahead: buckets that may be filled before servers have copied the first of them."""
-        rule = self._until(lambda told: "limit" in told)
-        if "limit" not in rule:
-            return
-        source = weights if rule["dtype"] is None else Rounded(weights, getattr(torch, rule["dtype"]))
-        for index, batch in enumerate(buckets(source, rule["limit"])):
-            due = index - ahead
-            self._until(lambda told, due=due: told["taken"] >= due)  # type: ignore[misc]
-            yield index, rule["gpu"], batch
-        self._until(lambda told: False)
+    def rule(self) -> dict[str, Any] | None:
+        """What the sender gave to `open`: `limit`, `gpu`, and `dtype`, a name or None; blocks until it did. None: it
+        sends by a transport that takes no offers."""
+        told = self._until(lambda told: "limit" in told)
+        return told if "limit" in told else None
+
+    def wait(self, index: int | None = None) -> None:
+        """Block until servers have copied bucket `index`, or, without one, need none any more."""
+        self._until(lambda told: index is not None and told["taken"] >= index)
 
     def offer(self, index: int, payload: str) -> None:
         """Offer what opens bucket `index` of this rank."""

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from agentrl.models.lora import merged, plain_tensors
 from agentrl.models.qwen3 import Qwen3
+from agentrl.weights.feed import Feed
 from agentrl.weights.request import WeightPublisher
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from agentrl.weights.feed import Feed
 
 NamedTensor = tuple[str, Tensor]
 """Name and whole tensor; dtype, shape and size in bytes are the tensor's own."""
@@ -32,7 +31,7 @@ class WeightSource(Protocol):
     """Whether the tensors may be read more than once."""
     publisher: WeightPublisher | None = None
     """Sends them from other processes; None: only who iterates has them."""
-    feed: "Feed | None" = None
+    feed: Feed | None = None
     """Other ranks that read in step and fill buckets of their own; None: there are none."""
 
     def __iter__(self) -> Iterator[NamedTensor]: ...
@@ -63,7 +62,7 @@ class ModelWeights(WeightSource):
         base: bool = False,
         own_names: bool = False,
         beat: Callable[[], None] = lambda: None,
-        feed: "Feed | None" = None,
+        feed: Feed | None = None,
     ) -> None:
         self._model, self._base, self._beat, self.feed = model, base, beat, feed
         self.stamp = stamp or self._hash()
@@ -189,3 +188,16 @@ def buckets(weights: Iterable[NamedTensor], limit: int) -> Iterator[list[NamedTe
         size += tensor.nbytes
     if batch:
         yield batch
+
+
+def fed(weights: WeightSource, feed: Feed, ahead: int) -> Iterator[tuple[int, bool, list[NamedTensor]]]:
+    """Number, whether it belongs on the GPU, and tensors of each bucket that this rank is to fill for another one, by
+    that one's rule. ahead: buckets that may be filled before servers have copied the first of them."""
+    rule = feed.rule()
+    if rule is None:
+        return
+    source = weights if rule["dtype"] is None else Rounded(weights, getattr(torch, rule["dtype"]))
+    for index, batch in enumerate(buckets(source, rule["limit"])):
+        feed.wait(index - ahead)
+        yield index, rule["gpu"], batch
+    feed.wait()

@@ -13,7 +13,7 @@ import torch
 from agentrl.containment.threads import in_thread
 from agentrl.weights.feed import Feed
 from agentrl.weights.server import Layout, WeightServer, WeightUpdateError
-from agentrl.weights.source import NamedTensor, WeightSource, buckets
+from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed
 from agentrl.weights.transports.base import Failures, each
 from agentrl.weights.transports.shared_memory import exported, plain_segments
 
@@ -62,7 +62,7 @@ class HandleTransport:
     def fill(self, weights: WeightSource, feed: Feed) -> None:
         """Fill a buffer in step with the rank that sends, and offer it; blocks until servers need it no more."""
         buffer = PackedBuffer()
-        for index, _, batch in feed.batches(weights, 1):
+        for index, _, batch in fed(weights, feed, 1):
             buffer.fill(batch)
             feed.offer(index, _packed(buffer.handle("")))
 

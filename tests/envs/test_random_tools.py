@@ -9,6 +9,7 @@ from random import Random
 import pytest
 from agentrl_envs.random_tools.environment import RandomTools
 from agentrl_envs.random_tools.lessons import ERRANDS, make_lesson
+from agentrl_envs.random_tools.world import State
 from fakes import call, make_driver
 from paths import ROOT
 
@@ -62,6 +63,7 @@ def script_of(said, write=call):
         ("train", {"errands": 1.0}),
         ("train", {"vague": 0.5}),
         ("train", {"vague": 1.0}),
+        ("train", {"doubts": 1.0}),
         ("validation", {}),
         ("test", {}),
     ],
@@ -191,12 +193,33 @@ def test_a_vague_drill_gives_values_and_says_of_none_which_argument_it_is_for():
     assert {len(request.calls[0][1]) for request in requests} == {1, 2, 3}
 
 
+def test_in_doubt_one_tool_after_the_other_is_tried_and_all_that_is_found_is_told():
+    told, tried = [], []
+    for i in range(100):
+        lesson = make_lesson(f"doubts/{i}", doubts=1.0)
+        for request in lesson.requests:
+            results = []
+            for tool, arguments in request.calls:
+                (value,) = arguments.values()
+                assert value.lower() in request.text.lower()
+                told.append(bool(words_of(tool.name.replace("_", " ")) & (words_of(request.text) - words_of(value))))
+                with suppress(ArgumentError):
+                    results.append(tool.run(State(), arguments))
+            assert len({tool.name for tool, _ in request.calls}) == len(request.calls)
+            [found] = results  # by the last call
+            assert all(text in found and text in request.answer for text in request.expected)
+            tried.append(len(request.calls))
+    assert sum(told) / len(told) < 0.05
+    assert set(tried) == {1, 2, 3, 4, 5}
+
+
 @pytest.mark.slow
 def test_no_tool_and_no_argument_of_the_test_split_is_in_a_lesson(lessons):
     errands = [make_lesson(f"random_tools/train/0/{i}", errands=1.0) for i in range(LESSONS)]
-    tools, arguments = names([*lessons, *errands])
-    for share in (0.0, 1.0):
-        own = [make_lesson(f"random_tools/test/0/{i}", held_out=True, errands=share) for i in range(512)]
+    doubts = [make_lesson(f"random_tools/train/0/{i}", doubts=1.0) for i in range(LESSONS)]
+    tools, arguments = names([*lessons, *errands, *doubts])
+    for share in ({}, {"errands": 1.0}, {"doubts": 1.0}):
+        own = [make_lesson(f"random_tools/test/0/{i}", held_out=True, **share) for i in range(512)]
         own_tools, own_arguments = names(own)
         assert not tools & own_tools
         assert own_arguments & arguments <= {"name", "key", "which"}
@@ -207,8 +230,9 @@ def test_the_worlds_of_the_benchmark_share_no_name_and_no_sentence_with_the_less
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     import domains
 
-    tools, arguments = names(lessons)
-    sentences = {VALUE.sub("_", request.text) for lesson in lessons for request in lesson.requests}
+    doubts = [make_lesson(f"random_tools/train/0/{i}", doubts=1.0, vague=0.5) for i in range(LESSONS)]
+    tools, arguments = names([*lessons, *doubts])
+    sentences = {VALUE.sub("_", request.text) for lesson in (*lessons, *doubts) for request in lesson.requests}
     for kind in (domains.OrderDesk, domains.Library, domains.UnitConversion):
         env = kind()
         assert not tools & {tool.name for tool in env.tools()}

@@ -17,11 +17,9 @@ KEPT = 4096  # lessons that are remembered
 
 
 @lru_cache(KEPT)
-def lesson_of(
-    split: str, index: int, seed: int, drills: float = DRILLS, errands: float = 0.0, vague: float = 0.0
-) -> Lesson:
+def lesson_of(split: str, index: int, seed: int, drills: float, errands: float, vague: float, doubts: float) -> Lesson:
     """The lesson of a task. Those of `test` are of words that no other has."""
-    return make_lesson(f"random_tools/{split}/{seed}/{index}", split == "test", drills, errands, vague)
+    return make_lesson(f"random_tools/{split}/{seed}/{index}", split == "test", drills, errands, vague, doubts)
 
 
 def _task(split: str, index: int, seed: int) -> Task:
@@ -32,9 +30,10 @@ class RandomTools(Environment):
     """Requests that take one to three calls each, of tools that no other task has; up to eight follow each other.
 
     source: `generated`, which is all there is. seed: of the training tasks. errands: share of tasks that are chains of
-    commands without arguments. drills: share of the rest that are many short requests to the same tools. vague: share
-    of requests by which no tool or no argument of a value can be told, so that a model learns to try any where it does
-    not know. Rewards:
+    commands without arguments. doubts: share of the rest whose requests name a thing and not the tool that knows it:
+    one after the other is tried, and all that is found is told. drills: share of what remains that are many short
+    requests to the same tools. vague: share of requests by which no tool or no argument of a value can be told, so that
+    a model learns to try any where it does not know. Rewards:
     `answer`, 1 where each answer has what was asked for, after exactly the changes that were wanted. Tools of the split
     `test` have no word in common with those of the others.
     """
@@ -44,10 +43,16 @@ class RandomTools(Environment):
     splits = ("validation", "test")
 
     def __init__(
-        self, source: str = "generated", seed: int = 0, drills: float = DRILLS, errands: float = 0.0, vague: float = 0.0
+        self,
+        source: str = "generated",
+        seed: int = 0,
+        drills: float = DRILLS,
+        errands: float = 0.0,
+        vague: float = 0.0,
+        doubts: float = 0.0,
     ) -> None:
         check_generated(self, source)
-        self._seed, self._shares = seed, (drills, errands, vague)
+        self._seed, self._shares = seed, (drills, errands, vague, doubts)
 
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(self, split)

@@ -17,6 +17,11 @@ PLAIN = 0.15
 """Share of lessons with one tool, one call and nothing else: from them a model learns soonest that it has to copy."""
 ERRANDS = 12
 """Commands of a lesson of errands."""
+UNKNOWN = (
+    "there is no {noun} {key}", "{noun} {key} not found", "unknown {noun}: {key}", "no such {noun}", "not found",
+    "{key} is not known",
+)  # fmt: skip
+"""What tools say of a thing that they do not know, where a lesson is of doubts."""
 SCATTERED = 0.5
 """Share of requests whose parts stand between any common words."""
 Call = tuple[RandomTool, dict[str, Json]]
@@ -129,8 +134,9 @@ SYSTEMS = ("You are a helpful assistant.", "Use the tools.", "You work for {pers
 class Teacher:
     """Makes the lessons of one world."""
 
-    def __init__(self, rng: Random, held_out: bool, drills: float, errands: float, vague: float) -> None:
-        self.rng, self.world, self.drills, self.errands, self.vague = rng, World(rng, held_out), drills, errands, vague
+    def __init__(self, rng: Random, held_out: bool, drills: float, errands: float, vague: float, doubts: float) -> None:
+        self.rng, self.world = rng, World(rng, held_out)
+        self.drills, self.errands, self.vague, self.doubts = drills, errands, vague, doubts
         self.tools: list[RandomTool] = []
         self.calls: list[Call] = []
         self.changes: list[list[Json]] = []
@@ -140,6 +146,10 @@ class Teacher:
         rng = self.rng
         if self.errands and rng.random() < self.errands:
             return Lesson(self.tools, self._errands())
+        if self.doubts and rng.random() < self.doubts:
+            requests = self._doubts()
+            rng.shuffle(self.tools)
+            return Lesson(self.tools, requests)
         form = rng.random()
         if form < (1 - self.drills) * PLAIN:
             return Lesson(self.tools, [self._request(rng.choice((Teacher.ask, Teacher.act, Teacher.work_out)))])
@@ -262,6 +272,46 @@ class Teacher:
             return Request(text, [(tool, given)], self._short_answer(answer), [answer], [])
 
         return request
+
+    def _doubts(self) -> list[Request]:
+        """Requests that do not say which tool knows a thing: one after the other is tried, and all it says is told."""
+        rng, world, words = self.rng, self.world, self.world.words
+        world.unknown = rng.choice(UNKNOWN)
+        found: list[tuple[Topic, RandomTool, Callable[[str], Mapping[str, Json]]]] = []
+        for _ in range(rng.choices((2, 3, 4, 5), (2, 3, 3, 1))[0]):
+            topic, form = world.topic(rng.randint(1, 2)), rng.random()
+            tells: Callable[[str], Mapping[str, Json]]
+            if form < 0.3:
+                gives = {words.of(w.ATTRIBUTES): rng.choice(w.RESULTS)(rng) for _ in range(rng.randint(1, 3))}
+                tool = world.actor(topic, False, (), words.of(w.VERBS, world.used), gives)
+                tells = partial(_same, gives)
+            elif form < 0.5:
+                tool, tells = world.finder(topic, True), topic.entry
+            else:
+                attribute = rng.choice((None, None, topic.attributes[0]))
+                tool, tells = world.getter(topic, attribute, False), partial(topic.known, attribute)
+            found.append((topic, self._add(tool), tells))
+        requests: list[Request] = []
+        for topic, tool, tells in rng.choices(found, k=rng.randint(2, 3)):
+            key = self._some_key(topic)
+            others = [(which, other) for which, other, _ in found if other is not tool and not which.near(key)]
+            tried = rng.sample(others, rng.randint(0, len(others)))
+            calls: list[Call] = [(other, {which.key: key}) for which, other in tried]
+            calls.append((tool, {topic.key: key}))
+            text = f'"{key}"' if rng.random() < (0.6 if " " in key else 0.2) else key
+            if rng.random() < 0.25:
+                text = f"{rng.randint(1, 20)} of the {text}"
+            if self._is_vague():
+                said = self._fill(rng.choice(QUESTIONS), attribute=words.of(w.ATTRIBUTES), thing=text)
+            else:
+                said = self._scattered(text, *(words.short(w.NOUNS) for _ in range(rng.choice((0, 0, 1)))), least=1)
+            told = {name.replace("_", " "): json_text(value) for name, value in tells(key).items()}
+            parts = [f"{'the' if i else 'The'} {name} is {value}" for i, (name, value) in enumerate(told.items())]
+            answer = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1]))) + "."
+            state = State()
+            tool.run(state, {topic.key: key})
+            requests.append(Request(said, calls, answer, list(told.values()), state.changes))
+        return requests
 
     def _short_question(self, topic: Topic, attribute: str, tool: RandomTool) -> Request:
         key = self._some_key(topic)
@@ -615,6 +665,11 @@ class Teacher:
         return Lesson(self.tools, requests, system)
 
 
+def _same(gives: Mapping[str, Json], key: str) -> Mapping[str, Json]:
+    """What a call says, whatever it is of."""
+    return gives
+
+
 def _numbers(names: Sequence[str]) -> list[Argument]:
     return [Argument(name, "number", None) for name in names]
 
@@ -627,9 +682,14 @@ KINDS: Mapping[Callable[[Teacher], tuple[str, str, list[str]]], float] = {
 
 
 def make_lesson(
-    seed: str, held_out: bool = False, drills: float = DRILLS, errands: float = 0.0, vague: float = 0.0
+    seed: str,
+    held_out: bool = False,
+    drills: float = DRILLS,
+    errands: float = 0.0,
+    vague: float = 0.0,
+    doubts: float = 0.0,
 ) -> Lesson:
     """The lesson of a seed; with `held_out`, of words that no other lesson has. errands: share of lessons that are;
-    drills: share of the rest. vague: share of requests that do not say which tool is meant, or which
-    argument a value is for."""
-    return Teacher(Random(seed), held_out, drills, errands, vague).lesson()
+    doubts: share of the rest, and drills: share of what remains. vague: share of requests that do not say which tool is
+    meant, or which argument a value is for."""
+    return Teacher(Random(seed), held_out, drills, errands, vague, doubts).lesson()

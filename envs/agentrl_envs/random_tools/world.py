@@ -101,6 +101,18 @@ class Topic:
     ids: dict[str, str]
     """By key, the identifier of each."""
 
+    def known(self, attribute: str | None, key: str) -> Mapping[str, Json]:
+        """One attribute of a thing, or all of them."""
+        return self.records[key] if attribute is None else {attribute: self.records[key][attribute]}
+
+    def entry(self, key: str) -> Mapping[str, Json]:
+        """Identifier and attributes of a thing."""
+        return {self.id_name: self.ids[key], **self.records[key]}
+
+    def near(self, key: str) -> str | None:
+        """The key of a thing that begins like this one."""
+        return next((known for known in self.records if known[:2].lower() == key[:2].lower()), None)
+
 
 class World:
     """Makes topics and tools of one world; the words of tools and arguments are used once."""
@@ -113,6 +125,8 @@ class World:
         """Whether arguments have descriptions."""
         self.style = rng.choices(("json", "lines", "text"), (6, 2, 2))[0]
         """How results are written; `bare`: a single value alone."""
+        self.unknown = "there is no {noun} {key}"
+        """What its tools say of a thing that they do not know."""
         self.case = rng.choices(("snake", "camel", "kebab"), (8, 1, 1))[0]
 
     def topic(self, size: int) -> Topic:
@@ -176,7 +190,6 @@ class World:
         """A tool that tells one attribute, or all of them, of a thing by its key or identifier."""
         rng, verb = self.rng, self.words.of(w.GETTERS)
         argument = topic.id_name if by_id else topic.key
-        shown = topic.attributes if attribute is None else (attribute,)
         parts = (verb, topic.noun) if attribute is None else rng.choice(
             ((verb, attribute), (topic.noun, attribute), (verb, topic.noun, attribute), (attribute,))
         )  # fmt: skip
@@ -187,7 +200,7 @@ class World:
 
         def work(state: State, arguments: Mapping[str, Json]) -> str:
             key = self.known(keys, topic.noun, arguments[argument])
-            return self.said({name: topic.records[key][name] for name in shown}, key)
+            return self.said(topic.known(attribute, key), key)
 
         return RandomTool(self.name(*parts), description, self._key(argument, topic.noun, "Which"), [argument], work)
 
@@ -213,7 +226,7 @@ class World:
 
         def work(state: State, arguments: Mapping[str, Json]) -> str:
             key = self.known(keys, topic.noun, arguments[topic.key])
-            return self.said({topic.id_name: topic.ids[key], **(topic.records[key] if full else {})}, key)
+            return self.said(topic.entry(key) if full else {topic.id_name: topic.ids[key]}, key)
 
         return RandomTool(
             self.name(verb, topic.noun), description, self._key(topic.key, topic.noun, "Name"), [topic.key], work
@@ -224,7 +237,8 @@ class World:
         if str(given) in keys:
             return keys[str(given)]
         near = next((key for key in keys if key[:2].lower() == str(given)[:2].lower()), None)
-        raise ArgumentError(f"there is no {noun} {given}" + (f", did you mean {near}?" if near else ""))
+        said = self.unknown.format(noun=noun, key=given)
+        raise ArgumentError(said + (f", did you mean {near}?" if near else ""))
 
     def actor(
         self, topic: Topic, by_id: bool, arguments: Sequence[Argument], verb: str, gives: Mapping[str, Json]

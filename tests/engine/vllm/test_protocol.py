@@ -432,7 +432,8 @@ async def test_the_calls_of_the_transfer_engines(parts: Any) -> None:
         await remote.end()
         await remote.leave_group("g")
         await remote.open_packed()
-        await remote.load_packed(layout, (0, 1, 2, 3, 4, 5, "GPU-1", b"handle"), flush=False)
+        handles = [(0, 1, 2, 3, 4, 5, gpu, b"handle") for gpu in ("GPU-1", "GPU-2")]
+        await remote.load_packed(layout, handles, flush=False)
     names = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
     paths, bodies = zip(*server.posted, strict=True)
     assert paths == (

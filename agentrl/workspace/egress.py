@@ -32,11 +32,11 @@ class EgressProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve connections to a socket that listens, until it is closed."""
+        """Serve connections to a socket that listens, until it is closed; then another one may be served."""
         self._server = await asyncio.start_server(self._connected, sock=listener, limit=_HEAD)
 
     async def close(self) -> None:
-        """End it and its connections."""
+        """End what it serves, connections too."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:

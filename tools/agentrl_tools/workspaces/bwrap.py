@@ -236,7 +236,7 @@ class BwrapWorkspace(Workspace):
         self._calls: dict[int, _Call] = {}
         self._count = 0
         self._why = ""
-        self._proxy: egress.EgressProxy | None = None
+        self._proxy = egress.EgressProxy(spec.network.hosts)
         self._shell = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -255,10 +255,8 @@ class BwrapWorkspace(Workspace):
 
     async def _let_out(self) -> None:
         """Let the hosts of a list be reached, anew where all that ran inside was ended, and the network with it."""
-        if self._proxy is not None:
-            await self._proxy.close()
+        await self._proxy.close()
         if self._spec.network.hosts:
-            self._proxy = egress.EgressProxy(self._spec.network.hosts)
             await self._proxy.serve(await self.listen(egress.PORT))
 
     async def listen(self, port: int) -> socket.socket:
@@ -396,8 +394,7 @@ class BwrapWorkspace(Workspace):
         if self._timer is not None:
             self._timer.cancel()
         self._lose("it is closed")
-        if self._proxy is not None:
-            await self._proxy.close()
+        await self._proxy.close()
         await self._provider.closed(self)
 
     def kill(self, name: int) -> None:

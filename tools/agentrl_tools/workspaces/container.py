@@ -100,7 +100,7 @@ class Container(Workspace):
         self._provider, self._daemon, self._spec, self._image = provider, daemon, spec, image
         self._snapshot = snapshot
         self.listens = provider.listens
-        self._proxy: egress.EgressProxy | None = None
+        self._proxy = egress.EgressProxy(spec.network.hosts)
         self._owner: tuple[int, int] | None = None
         self._config: dict[str, Any] = {}
         self._why = ""
@@ -127,10 +127,8 @@ class Container(Workspace):
 
     async def _let_out(self) -> None:
         """Let the hosts of a list be reached, anew where the container was started again. Raises WorkspaceError."""
-        if self._proxy is not None:
-            await self._proxy.close()
+        await self._proxy.close()
         if self._spec.network.hosts:
-            self._proxy = egress.EgressProxy(self._spec.network.hosts)
             await self._proxy.serve(await self.listen(egress.PORT))
 
     async def listen(self, port: int) -> socket.socket:
@@ -614,8 +612,7 @@ class Container(Workspace):
     async def _close(self) -> None:
         for task in self._tasks - {asyncio.current_task()}:
             task.cancel()
-        if self._proxy is not None:
-            await self._proxy.close()
+        await self._proxy.close()
         if self.container:
             with contextlib.suppress(WorkspaceError):  # a daemon that is gone; the sweep of a later run removes it
                 await self._daemon.remove_container(self.container)

@@ -27,7 +27,7 @@ def _task(split: str, index: int, seed: int) -> Task:
 
 
 class RandomTools(Environment):
-    """Requests that take one to three calls each, of tools that no other task has; up to eight follow each other.
+    """Requests that take one to three calls each (in doubt up to five), of tools that no other task has.
 
     source: `generated`, which is all there is. seed: of the training tasks. errands: share of tasks that are chains of
     commands without arguments. doubts: share of the rest whose requests name a thing and not the tool that knows it:

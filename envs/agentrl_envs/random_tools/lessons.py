@@ -8,7 +8,7 @@ from random import Random
 from agentrl.plugins.types import ArgumentError, Json, Message
 from agentrl_envs.conversation import assistant, tool_turn
 from agentrl_envs.random_tools import words as w
-from agentrl_envs.random_tools.world import NUMERIC, Argument, RandomTool, State, Topic, World, json_text
+from agentrl_envs.random_tools.world import NUMERIC, Argument, RandomTool, State, Topic, World, json_text, near
 
 MOST_TOOLS = 6
 DRILLS = 0.3
@@ -17,7 +17,7 @@ PLAIN = 0.15
 """Share of lessons with one tool, one call and nothing else: from them a model learns soonest that it has to copy."""
 ERRANDS = 12
 """Commands of a lesson of errands."""
-UNKNOWN = (
+NOT_FOUND = (
     "there is no {noun} {key}", "{noun} {key} not found", "unknown {noun}: {key}", "no such {noun}", "not found",
     "{key} is not known",
 )  # fmt: skip
@@ -276,7 +276,7 @@ class Teacher:
     def _doubts(self) -> list[Request]:
         """Requests that do not say which tool knows a thing: one after the other is tried, and all it says is told."""
         rng, world, words = self.rng, self.world, self.world.words
-        world.unknown = rng.choice(UNKNOWN)
+        world.unknown = rng.choice(NOT_FOUND)
         found: list[tuple[Topic, RandomTool, Callable[[str], Mapping[str, Json]]]] = []
         for _ in range(rng.choices((2, 3, 4, 5), (2, 3, 3, 1))[0]):
             topic, form = world.topic(rng.randint(1, 2)), rng.random()
@@ -294,7 +294,7 @@ class Teacher:
         requests: list[Request] = []
         for topic, tool, tells in rng.choices(found, k=rng.randint(2, 3)):
             key = self._some_key(topic)
-            others = [(which, other) for which, other, _ in found if other is not tool and not which.near(key)]
+            others = [(which, other) for which, other, _ in found if other is not tool and not near(which.records, key)]
             tried = rng.sample(others, rng.randint(0, len(others)))
             calls: list[Call] = [(other, {which.key: key}) for which, other in tried]
             calls.append((tool, {topic.key: key}))

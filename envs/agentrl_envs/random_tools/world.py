@@ -1,7 +1,7 @@
 """A small world of one task: records of made-up things, and the tools that read and change them."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
@@ -108,10 +108,6 @@ class Topic:
     def entry(self, key: str) -> Mapping[str, Json]:
         """Identifier and attributes of a thing."""
         return {self.id_name: self.ids[key], **self.records[key]}
-
-    def near(self, key: str) -> str | None:
-        """The key of a thing that begins like this one."""
-        return next((known for known in self.records if known[:2].lower() == key[:2].lower()), None)
 
 
 class World:
@@ -236,9 +232,8 @@ class World:
         """The key of a thing. Raises ArgumentError, with another one that is like it."""
         if str(given) in keys:
             return keys[str(given)]
-        near = next((key for key in keys if key[:2].lower() == str(given)[:2].lower()), None)
-        said = self.unknown.format(noun=noun, key=given)
-        raise ArgumentError(said + (f", did you mean {near}?" if near else ""))
+        said, meant = self.unknown.format(noun=noun, key=given), near(keys, str(given))
+        raise ArgumentError(said + (f", did you mean {meant}?" if meant else ""))
 
     def actor(
         self, topic: Topic, by_id: bool, arguments: Sequence[Argument], verb: str, gives: Mapping[str, Json]
@@ -294,6 +289,11 @@ class World:
 
         description = rng.choice((f"{text} the {noun}.", f"{text} a {noun}: its {result}.", f"{text} {noun}"))
         return RandomTool(self.name(verb, noun), description, properties, [a.name for a in arguments], work)
+
+
+def near(keys: Iterable[str], given: str) -> str | None:
+    """Find the key that begins like the one that was given."""
+    return next((key for key in keys if key[:2].lower() == given[:2].lower()), None)
 
 
 def json_text(value: Json) -> str:

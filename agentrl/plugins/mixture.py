@@ -23,6 +23,7 @@ class Mixture(Environment):
     def __init__(self, parts: Sequence[tuple[EnvPart, Environment]]) -> None:
         seen: Counter[str] = Counter()
         self.parts: dict[str, tuple[EnvPart, Environment]] = {}
+        """By label, in the order of `env.mix`."""
         for part, env in parts:
             seen[env.name] += 1
             label = env.name if seen[env.name] == 1 else f"{env.name}-{seen[env.name]}"
@@ -161,12 +162,12 @@ class _Mixed(LazyTasks):
 
     def __init__(self, parts: Sequence[_Labelled], weights: Sequence[float]) -> None:
         scale = max(len(part) / weight for part, weight in zip(parts, weights, strict=True))
-        self.parts = parts
+        self._parts = parts
         self._ends = list(accumulate(max(len(p), round(w * scale)) for p, w in zip(parts, weights, strict=True)))
         super().__init__(self._ends[-1], self._task)
 
     def _task(self, index: int) -> Task:
         which = bisect_right(self._ends, index)
         start = self._ends[which - 1] if which else 0
-        part = self.parts[which]
+        part = self._parts[which]
         return part[(index - start) % len(part)]

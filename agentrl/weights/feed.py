@@ -1,5 +1,5 @@
 """`Feed`: buckets of an update that several ranks of the trainer fill, each in memory of its own GPU, for the ranks of
-one server.
+one server, which open them by CUDA IPC.
 
 The rank that sends to the server says by which rule it makes buckets (`open`). The others, who gather the same tensors
 in step, fill theirs by the same rule and offer what opens them; the sender takes all offers into one call. They talk
@@ -53,8 +53,8 @@ class Feed:
         self._tell({"limit": limit, "gpu": gpu, "dtype": kind, "taken": -1})
 
     def offers(self, url: str, index: int, own: str) -> list[str]:
-        """What opens bucket `index` for each rank of the server; blocks until all have offered. own: of this rank.
-        Raises WeightUpdateError where one cannot."""
+        """Collect what opens bucket `index` for each rank of the server; block until all have offered. own: of this
+        rank. Raises WeightUpdateError where one cannot."""
         return [own if rank == self.rank else self._offer_of(rank, index) for rank in self.feeders[url]]
 
     def taken(self, index: int) -> None:
@@ -73,11 +73,11 @@ class Feed:
             self.close()
 
     def serves(self, url: str, ranks: int) -> bool:
-        """Whether every rank of this server is fed from its own GPU."""
+        """Say whether every rank of this server is fed from its own GPU."""
         return "closed" not in self._told and len(self.feeders.get(url, ())) == ranks
 
     def rule(self) -> dict[str, Any] | None:
-        """What the sender gave to `open`: `limit`, `gpu`, and `dtype`, a name or None; blocks until it did. None: it
+        """Wait for what the sender gives to `open`: `limit`, `gpu`, and `dtype`, a name or None. Returns None where it
         sends by a transport that takes no offers."""
         told = self._until(lambda told: "limit" in told)
         return told if "limit" in told else None

@@ -110,7 +110,7 @@ class Rounded(WeightSource):
     def __init__(self, weights: WeightSource, dtype: torch.dtype) -> None:
         self._weights, self._dtype, self.repeatable, self.feed = weights, dtype, weights.repeatable, weights.feed
         if self.feed is not None:
-            self.feed.dtype = dtype
+            self.feed.dtype = dtype  # the ranks that read in step round, too
 
     def __iter__(self) -> Iterator[NamedTensor]:
         for name, tensor in self._weights:
@@ -190,9 +190,9 @@ def buckets(weights: Iterable[NamedTensor], limit: int) -> Iterator[list[NamedTe
         yield batch
 
 
-def fed(weights: WeightSource, feed: Feed, ahead: int) -> Iterator[tuple[int, bool, list[NamedTensor]]]:
-    """Number, whether it belongs on the GPU, and tensors of each bucket that this rank is to fill for another one, by
-    that one's rule. ahead: buckets that may be filled before servers have copied the first of them."""
+def fed_buckets(weights: WeightSource, feed: Feed, ahead: int) -> Iterator[tuple[int, bool, list[NamedTensor]]]:
+    """Yield number, whether it belongs on the GPU, and tensors of each bucket that this rank is to fill for another
+    one, by that one's rule. ahead: buckets that may be filled before servers have copied the first of them."""
     rule = feed.rule()
     if rule is None:
         return

@@ -13,7 +13,7 @@ import torch
 from agentrl.containment.threads import in_thread
 from agentrl.weights.feed import Feed
 from agentrl.weights.server import Layout, WeightServer, WeightUpdateError
-from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed
+from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed_buckets
 from agentrl.weights.transports.base import Failures, each
 from agentrl.weights.transports.shared_memory import exported, plain_segments
 
@@ -62,7 +62,7 @@ class HandleTransport:
     def fill(self, weights: WeightSource, feed: Feed) -> None:
         """Fill a buffer in step with the rank that sends, and offer it; blocks until servers need it no more."""
         buffer = PackedBuffer()
-        for index, _, batch in fed(weights, feed, 1):
+        for index, _, batch in fed_buckets(weights, feed, 1):
             buffer.fill(batch)
             feed.offer(index, _packed(buffer.handle("")))
 
@@ -76,8 +76,8 @@ def _packed(handle: tuple[object, ...]) -> str:
 
 async def _opened(server: WeightServer, feed: Feed | None) -> None:
     facts = await server.facts()
-    fed = facts.ranks == 1 or (feed is not None and feed.serves(server.url, facts.ranks))
-    if facts.transfer != "ipc" or not fed:
+    reached = facts.ranks == 1 or (feed is not None and feed.serves(server.url, facts.ranks))
+    if facts.transfer != "ipc" or not reached:
         raise WeightUpdateError(
             f"{server.url} opens no memory of the trainer's GPU: it takes a rank of the trainer on the GPU of each of "
             """its ranks, and a start with --weight-transfer-config '{"backend": "ipc"}' and """

@@ -24,7 +24,7 @@ from agentrl.models.load import on_gpu
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.feed import Feed
 from agentrl.weights.server import WeightServer
-from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed
+from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed_buckets
 from agentrl.weights.transports.base import Failures, each
 
 reductions: Any = _reductions  # torch leaves it untyped
@@ -67,7 +67,7 @@ class SharedMemoryTransport:
     def fill(self, weights: WeightSource, feed: Feed) -> None:
         """Fill buckets in step with the rank that sends, and offer them to it; blocks until servers need none."""
         try:
-            for index, gpu, batch in fed(weights, feed, len(self._buckets)):
+            for index, gpu, batch in fed_buckets(weights, feed, len(self._buckets)):
                 device = batch[0][1].device if gpu else torch.device("cpu")
                 feed.offer(index, self._buckets[index % 2].fill(batch, device)())
         finally:

@@ -32,7 +32,7 @@ def prefers_onednn() -> bool:
     backends: Any = torch.backends
     if not (backends.mkl.is_available() and backends.mkldnn.is_available()):
         return False
-    text = _cpu_name()
+    text = cpu_name()
     family = re.search(r"cpu family\s*:\s*(\d+)", text)
     wide = family is not None and int(family[1]) >= ZEN_5
     return "AuthenticAMD" in text and wide and "AVX512" in backends.cpu.get_cpu_capability()
@@ -45,11 +45,11 @@ def packs(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.float32:
-        return "AuthenticAMD" in _cpu_name()
+        return "AuthenticAMD" in cpu_name()
     return weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8")[:4096]
     except OSError:  # not Linux

@@ -1,7 +1,6 @@
 """Attention of one step over a slot cache: rows that decode one token each, and chunks of prompts.
 
-Written in the subset of Python that TorchScript can compile, because `fused_step` compiles it; also used uncompiled. q
-is already scaled, so scores are plain products. Keys and values of the step's tokens are already in the cache.
+q is already scaled, so scores are plain products. Keys and values of the step's tokens are already in the cache.
 """
 
 from typing import NamedTuple

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from agentrl.engine.local.attention import Bucket, attend
 from agentrl.engine.local.cache import CachedRunner, machine_bytes
-from agentrl.engine.local.fused_step import Fused, fuse, fused_step
+from agentrl.engine.local.compiled_step import MULTIPLE, Alike, CompiledStep
+from agentrl.engine.local.native import native
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.models import block
 from agentrl.models.dense import packs
@@ -43,7 +44,16 @@ class BlockRunner(CachedRunner):
         self.token_bytes = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * dtype.itemsize
         self.share(1)
         self._weights: block.Weights | None = None
-        self._fused: Fused | None = None
+        self._compiled: CompiledStep | None = None
+        self._alike = Alike()
+
+    def resize(self, slots: int, columns: int) -> None:
+        super().resize(slots, columns)
+        self._alike.resize(slots)
+
+    def copy(self, source: list[int], target: list[int], columns: int) -> None:
+        super().copy(source, target, columns)
+        self._alike.copied(source, target, columns)
 
     def share(self, processes: int) -> None:
         """Choose the form of the weights that a step reads, of which each process has its own."""
@@ -63,45 +73,55 @@ class BlockRunner(CachedRunner):
     @torch.inference_mode()
     def forward(self, work: Work) -> Tensor:
         self._prepare()
-        n, chunks, s = len(work.ids), work.chunks, self.shape
-        columns = np.where(work.active, work.positions, self.cache.columns)
-        rows, ids, positions, pick = np.arange(n), work.ids, work.positions, None
-        if chunks:
-            lengths = np.array([len(c.ids) for c in chunks], np.int64)
-            places = np.concatenate([np.arange(c.start, c.start + len(c.ids)) for c in chunks])
-            rows = np.concatenate([rows, np.repeat(np.array([c.slot for c in chunks], np.int64), lengths)])
-            ids = np.concatenate([ids, *(c.ids for c in chunks)])
-            positions, columns = np.concatenate([positions, places]), np.concatenate([columns, places])
-            pick = self._tensor(np.concatenate([np.arange(n), n + np.cumsum(lengths) - 1]))
+        slots, ids, positions, last = _tokens_of(work.chunks)
+        if self._compiled is not None:
+            return self._compiled_step(self._compiled, work, slots, ids, positions, last)
+        n, s = len(work.ids), self.shape
+        columns = np.concatenate([np.where(work.active, work.positions, self.cache.columns), positions])
+        rows, positions = np.concatenate([np.arange(n), slots]), np.concatenate([work.positions, positions])
+        pick = self._tensor(np.concatenate([np.arange(n), n + last])) if work.chunks else None
         target = rows * (self.cache.columns + 1) + columns
         if s.kv_heads > 1:
             target = (target + rows * (s.kv_heads - 1) * (self.cache.columns + 1))[:, None]
             target = (target + np.arange(s.kv_heads) * (self.cache.columns + 1)).reshape(-1)
         width = int(work.positions.max()) + 1 if n else 0
         rotation = self.rope.table(int(positions.max()) + 1).index_select(0, self._tensor(positions))[:, None]
-        bias, buckets = self._bias(work.positions, work.active, width), list(self._buckets(chunks))
-        run = self._fused_step if self._fused is not None else self._plain_step
-        return run(self._tensor(ids), rotation, self._tensor(target), n, width, bias, buckets, pick)
+        bias, buckets = self._bias(work.positions, work.active, width), list(self._buckets(work.chunks))
+        every, places = self._tensor(np.concatenate([work.ids, ids])), self._tensor(target)
+        return self._plain_step(every, rotation, places, n, width, bias, buckets, pick)
 
     def _prepare(self) -> None:
         """Make sure that the weights are in the form that a step reads, and that the cache is allocated."""
         if self._weights is None:
-            self._weights = block.weights_of(self.model, copy=self.copies, interleave=self.copies, pack=self.packs)
-            fits = self.copies and self._weights.embed.dtype == torch.float32 and self.device.type == "cpu"
-            self._fused = fuse(self._weights) if fits else None
+            fits = self.copies and self.device.type == "cpu" and self.model.lm_head.weight.dtype == torch.float32
+            compiled = native() if fits and self.shape.head_dim % MULTIPLE == 0 else None
+            interleave = self.copies and compiled is None
+            self._weights = block.weights_of(self.model, copy=self.copies, interleave=interleave, pack=self.packs)
+            self._compiled = None if compiled is None else CompiledStep(compiled, self._weights, self.rope)
         if not self.cache.keys:
             like = self._weights.embed.new_empty(1, self.shape.kv_heads, self.shape.head_dim)
             for i in range(self.shape.layers):
                 self.cache.layer(i, like, like)
 
-    def _fused_step(self, *inputs: object) -> Tensor:
-        return fused_step()(self._fused, self.cache.keys, self.cache.values, *inputs)
+    def _compiled_step(
+        self, step: CompiledStep, work: Work, slots: Ints, ids: Ints, positions: Ints, last: Ints
+    ) -> Tensor:
+        """Compute the rows that decode, and the tokens of the chunks as `_tokens_of` gives them."""
+        n, own = len(work.ids), np.flatnonzero(work.active)
+        new = torch.empty if len(own) == n else torch.zeros  # the others have no logits
+        logits = new(n + len(last), len(self.model.lm_head.weight))
+        rows = np.full(len(own) + len(ids), -1, np.int64)
+        rows[: len(own)], rows[len(own) + last] = own, np.arange(n, n + len(last))
+        slots, ids = np.concatenate([own, slots]), np.concatenate([work.ids[own], ids])
+        positions = np.concatenate([work.positions[own], positions])
+        step(self.cache, ids, slots, positions, *self._alike.of(slots, positions), rows, logits)
+        return logits
 
     def _plain_step(
         self, ids: Tensor, rotation: Tensor, target: Tensor, n: int, width: int, bias: Tensor | None,
         buckets: list[Bucket], pick: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Compute the same as `fused_step` by `block.hidden`, for any dtype, with weights shared or copied."""
+        """Compute a step by `block.hidden`, for any dtype, with weights shared or copied."""
         assert self._weights is not None
         size = self.shape.head_dim
 
@@ -153,6 +173,17 @@ class BlockRunner(CachedRunner):
         tensors = self._tensor(slots), self._tensor(pad), self._tensor(unpad), self._tensor(mask)
         long = len(chunks) * self.shape.heads * queries * width > SCORES_AT_ONCE
         return Bucket(*tensors, offset, offset + len(unpad), width, long)
+
+
+def _tokens_of(chunks: tuple[Chunk, ...]) -> tuple[Ints, Ints, Ints, Ints]:
+    """All tokens of chunks, one after the other, [N]: their slots, ids and positions; and the index of each chunk's
+    last."""
+    if not chunks:
+        return (np.zeros(0, np.int64),) * 4
+    lengths = np.array([len(c.ids) for c in chunks], np.int64)
+    slots = np.repeat(np.array([c.slot for c in chunks], np.int64), lengths)
+    positions = np.concatenate([np.arange(c.start, c.start + len(c.ids)) for c in chunks])
+    return slots, np.concatenate([c.ids for c in chunks]), positions, np.cumsum(lengths) - 1
 
 
 def _packed_bytes(model: "PreTrainedModel") -> int:

@@ -155,8 +155,9 @@ class LocalEngine(Engine):
     ) -> Generation:
         """Sample one turn. A prompt that leaves no room for an answer gives no ids and finish `length`.
 
-        The random numbers of a seed do not depend on the batch, but the last bits of the logits do (matrix products of
-        other sizes round differently), which can change a draw within 1e-6 of the boundary between two tokens.
+        The random numbers of a seed do not depend on the batch, nor does a compiled step (`CompiledStep`). By torch the
+        last bits of the logits do (matrix products of other sizes round differently), which can change a draw within
+        1e-6 of the boundary between two tokens.
 
         Raises EngineError for an empty prompt, ids outside the vocabulary, a second call for a running request, a
         closed engine, weights that were received only in part, or an error of the model; ConstraintError for a

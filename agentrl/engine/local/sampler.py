@@ -8,10 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from agentrl.engine.local.native import native
+
 U64 = np.uint64
-BLOCK = 512
-"""Tokens whose probabilities are summed before one of them is looked for, in vocabularies of at least LARGE."""
-LARGE = 16_384
 _GOLDEN = U64(0x9E3779B97F4A7C15)
 _MIX1, _MIX2 = U64(0xBF58476D1CE4E5B9), U64(0x94D049BB133111EB)
 
@@ -57,19 +56,35 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
     under softmax(logits) at temperature 0.
     """
     greedy = choice.temperature <= 0
-    if (choice.temperature != 1).any():
-        scale = np.where(greedy, np.float32(1), 1 / np.where(greedy, np.float32(1), choice.temperature))
-        logits = logits * torch.from_numpy(scale.astype(np.float32)).to(logits.device)[:, None]
-    p = torch.softmax(logits, -1)
-    u = torch.from_numpy(uniforms(choice.key, choice.position)).to(logits.device)[:, None]
-    draw = _by_blocks if p.is_cpu and p.shape[-1] >= LARGE else _inverse_cdf
-    tokens = draw(p, u)[:, 0] if not greedy.all() else logits.argmax(-1)
-    if greedy.any():
-        tokens = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(-1), tokens)
     cut = ~greedy & ((choice.top_p < 1) | (choice.top_k > 0))
+    u = uniforms(choice.key, choice.position)
+    inverse = np.where(greedy, np.float32(0), 1 / np.where(greedy, np.float32(1), choice.temperature))
+    compiled = native() if logits.is_cpu and logits.dtype == torch.float32 else None
+    pick = _by_torch if compiled is None else compiled.sample
+    tokens, logprobs = pick(logits, inverse, u)
     if cut.any():
-        rows = torch.from_numpy(np.flatnonzero(cut)).to(logits.device)
-        tokens[rows] = _truncated(p[rows], u[rows], choice.top_p[cut], choice.top_k[cut])
+        rows = np.flatnonzero(cut)
+        index = torch.from_numpy(rows).to(logits.device)
+        scaled = logits[index] * torch.from_numpy(inverse[rows]).to(logits.device)[:, None]
+        log_p = scaled.log_softmax(-1)
+        chosen = _truncated(
+            log_p.exp(), torch.from_numpy(u[rows]).to(logits.device)[:, None], choice.top_p[cut], choice.top_k[cut]
+        )
+        tokens[rows] = chosen.cpu().numpy()
+        logprobs[rows] = log_p.gather(1, chosen[:, None])[:, 0].cpu().numpy()
+    return tokens, logprobs
+
+
+def _by_torch(
+    logits: Tensor, inverse: npt.NDArray[np.float32], u: npt.NDArray[np.float32]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """What `Native.sample` does, on any device."""
+    greedy = torch.from_numpy(inverse == 0).to(logits.device)
+    scale = torch.from_numpy(np.where(inverse == 0, np.float32(1), inverse)).to(logits.device)
+    p = torch.softmax(logits * scale[:, None], -1)
+    tokens = torch.where(
+        greedy, logits.argmax(-1), _inverse_cdf(p, torch.from_numpy(u).to(logits.device)[:, None])[:, 0]
+    )
     return tokens.cpu().numpy(), p.gather(1, tokens[:, None])[:, 0].log_().cpu().numpy()
 
 
@@ -94,21 +109,6 @@ def _inverse_cdf(p: Tensor, u: Tensor) -> Tensor:
     """
     cdf = p.cumsum(-1, dtype=None if p.is_cpu else torch.float64)
     return torch.searchsorted(cdf, u * cdf[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
-
-
-def _by_blocks(p: Tensor, u: Tensor) -> Tensor:
-    """The same as `_inverse_cdf` up to rounding: first the block, then the token in it, so that no cumulative
-    sum of a whole vocabulary is written, which takes a CPU five times as long as reading it."""
-    whole = p.shape[-1] // BLOCK * BLOCK
-    sums = torch.cat([p[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1), p[:, whole:].sum(-1, keepdim=True)], -1)
-    block = _inverse_cdf(sums, u)
-    upto = sums.cumsum(-1)
-    inside = sums.gather(1, block)
-    rest = (u * upto[:, -1:] - upto.gather(1, block) + inside) / inside
-    places = block * BLOCK + torch.arange(BLOCK)
-    beyond = places >= p.shape[-1]
-    own = p.gather(1, places.clamp(max=p.shape[-1] - 1)).masked_fill_(beyond, 0)
-    return block * BLOCK + _inverse_cdf(own, rest.clamp(0, 1 - 2**-23))
 
 
 def _truncated(p: Tensor, u: Tensor, top_p: npt.NDArray[np.float32], top_k: npt.NDArray[np.int64]) -> Tensor:

@@ -13,8 +13,9 @@ from tiny_models import NO_IDS, qwen3
 
 from agentrl.engine.base import EngineError, Generation, GenerationFinish, Sampling
 from agentrl.engine.local.engine import LocalEngine
+from agentrl.engine.local.native import native
 from agentrl.engine.local.runner import Work
-from agentrl.engine.local.sampler import BLOCK, Choice, _by_blocks, key_of, sample, uniforms
+from agentrl.engine.local.sampler import Choice, _by_torch, key_of, sample, uniforms
 from agentrl.errors import UserError
 
 VOCAB = 61
@@ -78,20 +79,37 @@ def test_sampled_frequencies_are_those_of_the_distribution(temperature: float, t
     assert torch.all((seen - wanted).abs() < 5 * (wanted * (1 - wanted) / n).sqrt() + 1e-6)
 
 
-@pytest.mark.parametrize("vocabulary", [BLOCK * 40, BLOCK * 40 + 77])
-def test_a_large_vocabulary_is_drawn_from_by_blocks(vocabulary: int) -> None:
-    """The token is the one at which the cumulative probability passes the number drawn; impossible ones never are."""
+@pytest.mark.parametrize("vocabulary", [9, 832, 512 * 40 + 77])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_token_is_where_the_cumulative_probability_passes_the_number_drawn(vocabulary: int, compiled: bool) -> None:
+    """Impossible ones are never drawn, such as those that a constraint forbids; nor is one, where a whole piece is."""
+    made = native()
+    if compiled and made is None:
+        pytest.skip("no C compiler is installed")
     n, random = 200, torch.Generator().manual_seed(0)
-    p = torch.softmax(4 * torch.randn(n, vocabulary, generator=random), -1)
-    p[:, ::3] = 0
-    p[: n // 2, BLOCK : 30 * BLOCK] = 0  # blocks without anything, and so few tokens that all of them are met
-    u = torch.cat([torch.rand(n - 2, 1, generator=random), torch.tensor([[0.0], [1 - 2**-23]])])
-    tokens = _by_blocks(p, u)
-    cdf = p.double().cumsum(-1)
-    after = cdf.gather(1, tokens) / cdf[:, -1:]
-    own = p.double().gather(1, tokens) / cdf[:, -1:]
+    logits = 4 * torch.randn(n, vocabulary, generator=random)
+    logits[:, ::3] = -torch.inf
+    logits[: n // 2, vocabulary // 40 : vocabulary * 3 // 4] = -torch.inf
+    logits[: n // 2, 1] = 0.0
+    u = torch.cat([torch.rand(n - 2, generator=random), torch.tensor([0.0, 1 - 2**-23])]).numpy()
+    inverse = np.where(np.arange(n) % 5, np.float32(1), np.float32(0.7))
+    tokens, logprobs = (made.sample if compiled and made is not None else _by_torch)(logits, inverse, u)
+    p = (logits.double() * torch.from_numpy(inverse)[:, None]).softmax(-1)
+    own = p.gather(1, torch.from_numpy(tokens)[:, None])[:, 0].numpy()
+    after = p.cumsum(-1).gather(1, torch.from_numpy(tokens)[:, None])[:, 0].numpy()
     assert (own > 0).all()
     assert ((after - own - 1e-5 <= u) & (u <= after + 1e-5)).all()
+    assert np.allclose(logprobs, np.log(own), atol=2e-5)
+    likeliest, best = (made.sample if compiled and made is not None else _by_torch)(logits, 0 * inverse, u)
+    assert (likeliest == logits.argmax(-1).numpy()).all()
+    assert np.allclose(best, logits.log_softmax(-1).max(-1).values, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_give_no_finite_logprob(bad: float) -> None:
+    logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0))
+    logits[1, 50] = bad
+    assert np.isfinite(sample(logits, choices(4))[1]).tolist() == [True, False, True, True]
 
 
 def test_greedy_rows_and_others_share_a_batch() -> None:

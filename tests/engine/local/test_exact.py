@@ -1,7 +1,8 @@
 """The local engine's tokens and log-probs are those of transformers' own forward, however requests come and go."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,12 @@ from transformers import (
 from agentrl.engine.base import Generation, GenerationFinish, Sampling
 from agentrl.engine.local.block_runner import PACKED_SHARE, BlockRunner
 from agentrl.engine.local.choose import runner_for
+from agentrl.engine.local.compiled_step import Alike
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.engine.local.fused_step import _step, fused_step
 from agentrl.engine.local.module_runner import ModuleRunner
+from agentrl.engine.local.native import native
 from agentrl.engine.local.recompute_runner import RecomputeRunner
-from agentrl.engine.local.runner import Work
+from agentrl.engine.local.runner import Chunk, Work
 from agentrl.errors import UserError
 from agentrl.models import block, dense
 from agentrl.models.dense import Dense, PackedDense, PackedGate, packs
@@ -224,7 +226,7 @@ async def test_large_models_are_packed_where_that_gains(
     vendor: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A small one in float32 never is; nor is a large one of which all processes' copies do not fit."""
-    monkeypatch.setattr("agentrl.models.dense._cpu_name", lambda: f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr("agentrl.models.dense.cpu_name", lambda: f"vendor_id\t: {vendor}\n")
     assert not BlockRunner(MODELS["qwen3"][0]()).packs
     monkeypatch.setattr("agentrl.engine.local.block_runner.COPY_BELOW", 0)
     model = MODELS["qwen3"][0]()
@@ -258,26 +260,122 @@ def test_onednn_is_for_processors_that_compute_512_bits_at_once(
     vendor: str, family: int, wide: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
-    monkeypatch.setattr("agentrl.models.dense._cpu_name", lambda: told)
+    monkeypatch.setattr("agentrl.models.dense.cpu_name", lambda: told)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: wide)
     assert dense.prefers_onednn.__wrapped__() is (chosen and torch.backends.mkl.is_available())
 
 
-def test_a_step_is_compiled() -> None:
-    assert isinstance(fused_step(), torch.jit.ScriptFunction)
+def rows_of(prompts: Sequence[np.ndarray], samples: int, steps: int) -> Iterator[Work]:
+    """Prompts, each of which `samples` rows continue; the first of them in a slot that held something else before."""
+    chunks = tuple(Chunk(i * samples, 0, ids) for i, ids in enumerate(prompts))
+    none, random = np.zeros(0, np.int64), np.random.default_rng(3)
+    yield Work(none, none, none.astype(bool), chunks)
+    positions = np.repeat([len(ids) for ids in prompts], samples)
+    for _ in range(steps):
+        active = random.random(len(positions)) < 0.9
+        yield Work(random.integers(0, VOCAB, len(positions)), np.where(active, positions, 0), active, ())
+        positions = positions + active
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("samples", [1, 5, 16])
+def test_a_compiled_step_gives_a_row_the_same_bits_whatever_is_beside_it(name: str, samples: int) -> None:
+    """Rows that share a prompt read its keys once; each one alone, its logits are the same to the bit, and those of
+    torch up to rounding."""
+    if native() is None:
+        pytest.skip("no C compiler is installed")
+    model, random = MODELS[name][0](), np.random.default_rng(1)
+    prompts = [random.integers(0, VOCAB, length) for length in (1, 7, 40, 101)]
+    together, torch_only = BlockRunner(model), BlockRunner(model)
+    torch_only.copies = False
+    alone = [BlockRunner(model) for _ in range(len(prompts) * samples)]
+    for runner in (together, torch_only, *alone):
+        runner.resize(len(prompts) * samples, 130)
+    together.copy([0], [5 % samples], 3)  # what was shared before ends with what is written over it
+    for step, work in enumerate(rows_of(prompts, samples, 8)):
+        logits, other = together.forward(work), torch_only.forward(work)
+        for slot, runner in enumerate(alone):
+            if step == 0:
+                chunk = Chunk(slot, 0, prompts[slot // samples])
+                own = runner.forward(Work(work.ids, work.positions, work.active, (chunk,)))[0]
+                assert torch.equal(own, logits[slot // samples])
+            elif work.active[slot]:
+                only = np.arange(len(work.ids)) == slot
+                assert torch.equal(runner.forward(Work(work.ids, work.positions * only, only, ()))[slot], logits[slot])
+        used = slice(None) if step == 0 else torch.from_numpy(work.active)
+        assert torch.allclose(logits[used], other[used], atol=2e-4)
+        for runner in (together, torch_only):
+            for i, ids in enumerate(prompts):
+                if step == 0 and samples > 1:
+                    runner.copy([i * samples] * (samples - 1), [i * samples + j for j in range(1, samples)], len(ids))
+    assert (together._alike._group[::samples] >= 0).all() == (samples > 1)
+
+
+def test_a_slot_that_is_written_over_or_moved_shares_no_more_than_it_holds() -> None:
+    alike = Alike()
+    alike.resize(6)
+    slots = np.arange(6)
+    alike.copied([0, 0], [1, 2], 10)
+    assert alike.of(slots, np.full(6, 10))[0].tolist() == [0, 0, 0, -1, -1, -1]
+    alike.copied([2, 3], [3, 2], 12)  # swapped
+    assert alike.of(slots, np.full(6, 12))[0].tolist() == [0, 0, -1, 0, -1, -1]
+    alike.copied([3], [4], 6)  # less than what 3 shares
+    assert alike.of(slots, np.full(6, 12))[0].tolist() == [0, 0, -1, 0, -1, -1]
+    alike.of(np.array([1]), np.array([9]))
+    assert alike.of(slots, np.full(6, 12))[0].tolist() == [0, -1, -1, 0, -1, -1]
+    alike.copied([3], [5], 11)
+    alike.resize(4)
+    alike.resize(6)
+    group, shared = alike.of(slots, np.full(6, 12))
+    assert group.tolist() == [0, -1, -1, 0, -1, -1]
+    assert shared.tolist() == [10, 0, 0, 10, 0, 0]
+
+
+@pytest.mark.parametrize("says", ["exit 3", "echo 'error: no such option' >&2; exit 1", "true"])
+def test_a_compiler_that_fails_is_told_of_in_one_line(
+    says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{says}\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert native.__wrapped__() is None
+    assert len(caplog.records) == 1
+    assert "small models are sampled at half the speed" in caplog.text
+
+
+def test_what_was_compiled_is_kept_and_made_again_where_it_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native() is None:
+        pytest.skip("no C compiler is installed")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.__wrapped__() is not None
+    (kept,) = (tmp_path / "agentrl").iterdir()
+    whole = kept.read_bytes()
+    monkeypatch.setattr("agentrl.engine.local.native.COMPILE_SECONDS", 0)
+    assert native.__wrapped__() is not None  # without a compiler
+    monkeypatch.undo()
+    damaged = tmp_path / "other" / "agentrl" / kept.name  # where nothing was loaded from
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(whole[:100])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert native.__wrapped__() is not None
+    assert len(damaged.read_bytes()) == len(whole)
+    assert [path.name for path in damaged.parent.iterdir()] == [kept.name]
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    assert native.__wrapped__() is not None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
-async def test_products_of_other_cpus_and_steps_that_cannot_be_compiled(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: True)
-    await crowd(MODELS[name][0](), True, max_batch=16)
-    monkeypatch.setattr("agentrl.engine.local.block_runner.fused_step", lambda: _step)
-    await crowd(MODELS[name][0](), True, max_batch=16)
-    monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: False)
-    await crowd(MODELS[name][0](), True, max_batch=16)
+async def test_products_of_other_cpus_without_a_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl.engine.local.block_runner.native", lambda: None)
+    monkeypatch.setattr("agentrl.engine.local.sampler.native", lambda: None)
+    for onednn in (True, False):
+        monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda onednn=onednn: onednn)
+        await crowd(MODELS[name][0](), True, max_batch=16)
 
 
 @pytest.mark.parametrize("copy", [True, False])

@@ -1,0 +1,452 @@
+/* One step of decoding a small float32 model: what `block.hidden` computes, in one call without an operation in between.
+ *
+ * Tokens are computed in blocks of BLOCK, each through all layers, so that what a layer leaves for the next one stays in
+ * the processor's cache. A token attends to what its slot holds up to its own position: tokens of one slot stand in
+ * order. Vectors are those of GCC and Clang, of any width that the processor has.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef __AVX512F__
+#define WIDTH 16
+#else
+#define WIDTH 8
+#endif
+#define COLUMNS (2 * WIDTH) /* of a panel: the columns of a matrix that are computed together */
+#define ROWS 6              /* computed together: 12 sums, which with two of the weights fit into 16 registers */
+#define BLOCK 96
+#define TOGETHER 16 /* tokens that may read the keys of one slot together, */
+#define QUERIES 16  /* and queries that do */
+#define TILE_KEYS 32
+#define PIECE 512 /* tokens whose probabilities are summed before one of them is looked for */
+#define AHEAD 16 /* keys and values that are fetched before they are needed */
+#define LINE 16  /* floats of a line of the processor's cache */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef int32_t int8v __attribute__((vector_size(32), aligned(4), may_alias));
+
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (int8v){__VA_ARGS__})
+#endif
+
+typedef struct {
+    int64_t layers, hidden, heads, kv_heads, size, inner, vocabulary;
+    float eps;
+    const float *embed;              /* [vocabulary, hidden] */
+    const float *head;               /* as all matrices: panels of COLUMNS outputs, [panels, inputs, COLUMNS] */
+    const float **qkv, **out, **gate, **up, **down;
+    const float **qk_gain;           /* each [heads + kv_heads, size]; or NULL */
+    const float **qkv_bias, **out_bias, **gate_bias, **up_bias, **down_bias; /* each padded to whole panels, or NULL */
+} Model;
+
+typedef struct {
+    int64_t count;
+    const int64_t *ids, *slots;
+    const int64_t *positions;        /* in its slot, which is also how many keys it attends to beside its own */
+    const int64_t *groups;           /* slots of the same one hold the same first `shared` keys; -1: none */
+    const int64_t *shared;
+    const int64_t *rows;             /* of the logits; -1: none */
+    const float *cosines, *sines;    /* [positions, size / 2] */
+    float *const *keys, *const *values; /* by layer, [slots, kv_heads, stride, size] */
+    int64_t stride;
+    float *logits;                   /* [rows, vocabulary] */
+} Tokens;
+
+int64_t panel_columns(void) { return COLUMNS; }
+
+/* y [n, outputs] (+)= x [n, depth] times a panel, for `n` known when this is compiled. */
+INLINE void tile(const int n, const float *restrict x, int64_t x_stride, const float *restrict w, int64_t depth,
+                 const float *bias, float *restrict y, int64_t y_stride, int64_t outputs, int add) {
+    vec a[ROWS][2];
+    for (int r = 0; r < n; r++)
+        for (int j = 0; j < 2; j++) a[r][j] = bias ? *(const vec *)(bias + j * WIDTH) : (vec){0};
+    for (int64_t k = 0; k < depth; k++) {
+        __builtin_prefetch(w + (k + 24) * COLUMNS);
+        const vec left = *(const vec *)(w + k * COLUMNS), right = *(const vec *)(w + k * COLUMNS + WIDTH);
+#pragma GCC unroll 6
+        for (int r = 0; r < n; r++) {
+            a[r][0] += x[r * x_stride + k] * left;
+            a[r][1] += x[r * x_stride + k] * right;
+        }
+    }
+    if (outputs >= COLUMNS) {
+        for (int r = 0; r < n; r++)
+            for (int j = 0; j < 2; j++) {
+                vec *to = (vec *)(y + r * y_stride + j * WIDTH);
+                if (add) a[r][j] += *to;
+                *to = a[r][j];
+            }
+        return;
+    }
+    for (int r = 0; r < n; r++)
+        for (int64_t j = 0; j < outputs; j++) {
+            float *to = y + r * y_stride + j, sum = ((const float *)a[r])[j];
+            *to = add ? *to + sum : sum;
+        }
+}
+
+static void product(int64_t n, const float *x, int64_t x_stride, const float *w, int64_t depth, const float *bias,
+                    float *y, int64_t y_stride, int64_t outputs, int add) {
+    for (int64_t c = 0; c < outputs; c += COLUMNS, w += depth * COLUMNS) {
+        const float *b = bias ? bias + c : NULL;
+        int64_t r = 0;
+#define TILE(m) tile(m, x + r * x_stride, x_stride, w, depth, b, y + r * y_stride + c, y_stride, outputs - c, add)
+        for (; r + ROWS <= n; r += ROWS) TILE(ROWS);
+        switch (n - r) {
+        case 1: TILE(1); break;
+        case 2: TILE(2); break;
+        case 3: TILE(3); break;
+        case 4: TILE(4); break;
+        case 5: TILE(5); break;
+        }
+#undef TILE
+    }
+}
+
+INLINE vec8 choose(int8v which, vec8 a, vec8 b) { return (vec8)((which & (int8v)a) | (~which & (int8v)b)); }
+
+/* e^x to 2 units in the last place (the polynomial of Cephes), for x up to 88; below -87 it is 0. */
+INLINE vec8 exponential(vec8 x) {
+    const vec8 low = (vec8){0} - 87.0f, high = (vec8){0} + 88.0f;
+    const int8v nothing = x < low;
+    x = choose(nothing, low, x);
+    x = choose(x > high, high, x);
+    const vec8 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounded */
+    const vec8 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vec8 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = (p * (r * r) + r + 1.0f) * (vec8)((__builtin_convertvector(n, int8v) + 127) << 23);
+    return choose(nothing, (vec8){0}, p);
+}
+
+/* The sums of eight vectors. */
+INLINE vec8 sums(const vec8 *a) {
+    vec8 b[4], c[2];
+    for (int i = 0; i < 4; i++)
+        b[i] = SHUFFLE(a[2 * i], a[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
+               SHUFFLE(a[2 * i], a[2 * i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
+    for (int i = 0; i < 2; i++)
+        c[i] = SHUFFLE(b[2 * i], b[2 * i + 1], 0, 1, 8, 9, 4, 5, 12, 13) +
+               SHUFFLE(b[2 * i], b[2 * i + 1], 2, 3, 10, 11, 6, 7, 14, 15);
+    return SHUFFLE(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+/* The scores of `count` queries with `keys` keys of a slot, which are read once. `score` has room for whole fours. */
+static void scores(int64_t count, const float *const *query, const float *k, int64_t keys, int64_t size,
+                   float *const *score) {
+    for (int64_t t = 0; t < keys; t += 4) {
+        const float *own[4];
+        for (int j = 0; j < 4; j++) own[j] = k + (t + j < keys ? t + j : keys - 1) * size;
+        for (int64_t d = 0; d < 4 * size; d += LINE) __builtin_prefetch(k + (t + AHEAD) * size + d);
+        for (int64_t i = 0; i < count; i += 2) {
+            const int64_t next = i + 1 < count ? i + 1 : i; /* an odd last one is computed twice */
+            vec8 a[8] = {{0}};
+            for (int64_t d = 0; d < size; d += 8) {
+                const vec8 x = *(const vec8 *)(query[i] + d), y = *(const vec8 *)(query[next] + d);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) {
+                    const vec8 z = *(const vec8 *)(own[j] + d);
+                    a[j] += x * z;
+                    a[4 + j] += y * z;
+                }
+            }
+            const vec8 s = sums(a);
+            memcpy(score[i] + t, &s, 16);
+            memcpy(score[next] + t, (const float *)&s + 4, 16);
+        }
+    }
+}
+
+/* Turn the scores of `keys` keys into e^(score - largest), zeros up to `room`; return one divided by their sum. */
+INLINE float weights_of(float *score, int64_t keys, int64_t room) {
+    for (int64_t t = keys; t < room; t++) score[t] = -INFINITY;
+    vec8 largest = *(vec8 *)score, total = {0};
+    for (int64_t t = 8; t < room; t += 8) largest = choose(*(vec8 *)(score + t) > largest, *(vec8 *)(score + t), largest);
+    float most = largest[0], sum = 0;
+    for (int j = 1; j < 8; j++) most = largest[j] > most ? largest[j] : most;
+    for (int64_t t = 0; t < room; t += 8) {
+        const vec8 e = exponential(*(vec8 *)(score + t) - most);
+        *(vec8 *)(score + t) = e;
+        total += e;
+    }
+    for (int j = 0; j < 8; j++) sum += total[j];
+    return 1 / sum;
+}
+
+/* Add to each of `count` averages, [size], those of a slot's values with the weights of that query. */
+static void averages(int64_t count, float *const *weight, const float *v, int64_t keys, int64_t size, float *const *to) {
+    for (int64_t start = 0; start < keys; start += TILE_KEYS) {
+        const int64_t end = start + TILE_KEYS < keys ? start + TILE_KEYS : keys;
+        for (int64_t i = 0; i < count; i += 2) {
+            const int64_t next = i + 1 < count ? i + 1 : i;
+            const float *p = weight[i], *q = weight[next];
+            int64_t d = 0;
+            for (; d + 32 <= size; d += 32) {
+                vec8 a[4], b[4];
+                for (int j = 0; j < 4; j++) {
+                    a[j] = *(vec8 *)(to[i] + d + 8 * j);
+                    b[j] = *(vec8 *)(to[next] + d + 8 * j);
+                }
+                for (int64_t t = start; t < end; t++) {
+                    const float x = p[t], y = q[t];
+                    if (i == 0)
+                        for (int j = 0; j < 32; j += LINE) __builtin_prefetch(v + (t + AHEAD) * size + d + j);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; j++) {
+                        const vec8 z = *(const vec8 *)(v + t * size + d + 8 * j);
+                        a[j] += x * z;
+                        b[j] += y * z;
+                    }
+                }
+                for (int j = 0; j < 4; j++) {
+                    *(vec8 *)(to[i] + d + 8 * j) = a[j];
+                    *(vec8 *)(to[next] + d + 8 * j) = b[j];
+                }
+            }
+            for (; d < size; d += 8) {
+                vec8 a = *(vec8 *)(to[i] + d), b = *(vec8 *)(to[next] + d);
+                for (int64_t t = start; t < end; t++) {
+                    const vec8 z = *(const vec8 *)(v + t * size + d);
+                    a += p[t] * z;
+                    b += q[t] * z;
+                }
+                *(vec8 *)(to[i] + d) = a;
+                *(vec8 *)(to[next] + d) = b;
+            }
+        }
+    }
+}
+
+/* Tokens of a block that attend to the same first keys. */
+typedef struct {
+    int64_t count, shared;
+    int64_t tokens[TOGETHER]; /* in the block */
+} Batch;
+
+/* Which tokens of a block attend together: those of one slot, in order, and those whose slots begin alike. */
+static int64_t batches_of(const Tokens *t, int64_t start, int64_t n, Batch *batches) {
+    int64_t count = 0;
+    char taken[BLOCK] = {0};
+    for (int64_t i = 0; i < n; i++) {
+        if (taken[i]) continue;
+        const int64_t group = t->groups[start + i], slot = t->slots[start + i];
+        Batch *b = batches + count++;
+        *b = (Batch){.count = 1, .shared = t->positions[start + i] + 1, .tokens = {i}};
+        for (int64_t j = i + 1; j < n && b->count < TOGETHER; j++) {
+            const int same_slot = t->slots[start + j] == slot;
+            if (!same_slot && group < 0) break;
+            if (taken[j] || (!same_slot && t->groups[start + j] != group)) continue;
+            if (!same_slot) b->shared = t->shared[start + j];
+            b->tokens[b->count++] = j;
+            taken[j] = 1;
+        }
+    }
+    return count;
+}
+
+/* The attention of a batch, from the queries in y to o. score: TOGETHER * heads / kv_heads rows. */
+static void attend(const Model *m, const Tokens *t, int64_t layer, int64_t start, const Batch *b, const float *y,
+                   int64_t y_stride, float *o, int64_t o_stride, float *score, int64_t score_stride) {
+    const int64_t size = m->size, each = m->heads / m->kv_heads, slot = t->slots[start + b->tokens[0]];
+    const int64_t slot_stride = m->kv_heads * t->stride * size;
+    for (int64_t head = 0; head < m->kv_heads; head++) {
+        const float *k = t->keys[layer] + head * t->stride * size, *v = t->values[layer] + head * t->stride * size;
+        for (int64_t first = 0; first < b->count * each; first += QUERIES) {
+            const int64_t count = b->count * each - first < QUERIES ? b->count * each - first : QUERIES;
+            const float *query[QUERIES], *own_k[QUERIES], *own_v[QUERIES];
+            float *to[QUERIES], *row[QUERIES], *beyond[QUERIES], scale[QUERIES];
+            int64_t keys[QUERIES], most = 0;
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t token = b->tokens[(first + i) / each], h = head * each + (first + i) % each;
+                const int64_t place = t->slots[start + token] * slot_stride + b->shared * size;
+                query[i] = y + token * y_stride + h * size;
+                to[i] = o + token * o_stride + h * size;
+                row[i] = score + i * score_stride;
+                beyond[i] = row[i] + b->shared;
+                own_k[i] = k + place;
+                own_v[i] = v + place;
+                keys[i] = t->positions[start + token] + 1;
+                most = keys[i] > most ? keys[i] : most;
+            }
+            scores(count, query, k + slot * slot_stride, b->shared, size, row);
+            for (int64_t i = 0, next; i < count; i = next) {
+                for (next = i + 1; next < count && own_k[next] == own_k[i];) next++;
+                if (keys[next - 1] > b->shared)
+                    scores(next - i, query + i, own_k[i], keys[next - 1] - b->shared, size, beyond + i);
+            }
+            for (int64_t i = 0; i < count; i++) {
+                scale[i] = weights_of(row[i], keys[i], (most + 7) / 8 * 8);
+                memset(to[i], 0, size * sizeof(float));
+            }
+            averages(count, row, v + slot * slot_stride, b->shared, size, to);
+            for (int64_t i = 0, next; i < count; i = next) {
+                for (next = i + 1; next < count && own_v[next] == own_v[i];) next++;
+                if (keys[next - 1] > b->shared)
+                    averages(next - i, beyond + i, own_v[i], keys[next - 1] - b->shared, size, to + i);
+            }
+            for (int64_t i = 0; i < count; i++)
+                for (int64_t d = 0; d < size; d++) to[i][d] *= scale[i];
+        }
+    }
+}
+
+/* to [size] = x [size] divided by its root mean square. */
+INLINE void normalize(const float *x, int64_t size, float eps, float *to) {
+    vec8 squares = {0};
+    float sum = 0;
+    int64_t d = 0;
+    for (; d + 8 <= size; d += 8) squares += *(const vec8 *)(x + d) * *(const vec8 *)(x + d);
+    for (int j = 0; j < 8; j++) sum += squares[j];
+    for (; d < size; d++) sum += x[d] * x[d];
+    const float scale = 1 / sqrtf(sum / size + eps);
+    for (d = 0; d < size; d++) to[d] = x[d] * scale;
+}
+
+/* Normalize and rotate the queries and the keys of a token, y [heads + 2 kv_heads, size], and store its keys and values. */
+static void place(const Model *m, const Tokens *t, int64_t layer, int64_t token, float *restrict y) {
+    const int64_t size = m->size, half = size / 2, both = m->heads + m->kv_heads;
+    const float *restrict c = t->cosines + t->positions[token] * half, *restrict s = t->sines + t->positions[token] * half;
+    for (int64_t h = 0; h < both; h++) {
+        float *restrict x = y + h * size;
+        if (m->qk_gain) {
+            const float *restrict gain = m->qk_gain[layer] + h * size;
+            normalize(x, size, m->eps, x);
+            for (int64_t d = 0; d < size; d++) x[d] *= gain[d];
+        }
+        for (int64_t d = 0; d < half; d++) {
+            const float a = x[d], b = x[d + half];
+            x[d] = a * c[d] - b * s[d];
+            x[d + half] = b * c[d] + a * s[d];
+        }
+    }
+    for (int64_t h = 0; h < m->kv_heads; h++) {
+        const int64_t to = ((t->slots[token] * m->kv_heads + h) * t->stride + t->positions[token]) * size;
+        memcpy(t->keys[layer] + to, y + (m->heads + h) * size, size * sizeof(float));
+        memcpy(t->values[layer] + to, y + (both + h) * size, size * sizeof(float));
+    }
+}
+
+static int64_t padded(int64_t outputs) { return (outputs + COLUMNS - 1) / COLUMNS * COLUMNS; }
+
+/* Compute the step; return 0, or 1 where there is no memory for it. */
+int step(const Model *m, const Tokens *t) {
+    const int64_t hidden = m->hidden, size = m->size, wide = padded((m->heads + 2 * m->kv_heads) * size);
+    const int64_t attended = m->heads * size, inner = padded(m->inner);
+    int64_t longest = 0;
+    for (int64_t i = 0; i < t->count; i++) longest = t->positions[i] > longest ? t->positions[i] : longest;
+    const int64_t score_stride = longest + 16;
+    const int64_t floats = BLOCK * (2 * hidden + wide + attended + 2 * inner) + QUERIES * score_stride;
+    float *memory = malloc(floats * sizeof(float));
+    if (!memory) return 1;
+    float *x = memory, *unit = x + BLOCK * hidden, *y = unit + BLOCK * hidden, *o = y + BLOCK * wide;
+    float *gate = o + BLOCK * attended, *up = gate + BLOCK * inner, *score = up + BLOCK * inner;
+
+    for (int64_t start = 0; start < t->count; start += BLOCK) {
+        const int64_t n = t->count - start < BLOCK ? t->count - start : BLOCK;
+        Batch together[BLOCK];
+        const int64_t batches = batches_of(t, start, n, together);
+        for (int64_t i = 0; i < n; i++)
+            memcpy(x + i * hidden, m->embed + t->ids[start + i] * hidden, hidden * sizeof(float));
+        for (int64_t layer = 0; layer < m->layers; layer++) {
+            for (int64_t i = 0; i < n; i++) normalize(x + i * hidden, hidden, m->eps, unit + i * hidden);
+            product(n, unit, hidden, m->qkv[layer], hidden, m->qkv_bias[layer], y, wide, wide, 0);
+            for (int64_t i = 0; i < n; i++) place(m, t, layer, start + i, y + i * wide);
+            for (int64_t i = 0; i < batches; i++)
+                attend(m, t, layer, start, together + i, y, wide, o, attended, score, score_stride);
+            product(n, o, attended, m->out[layer], attended, m->out_bias[layer], x, hidden, hidden, 1);
+            for (int64_t i = 0; i < n; i++) normalize(x + i * hidden, hidden, m->eps, unit + i * hidden);
+            product(n, unit, hidden, m->gate[layer], hidden, m->gate_bias[layer], gate, inner, inner, 0);
+            product(n, unit, hidden, m->up[layer], hidden, m->up_bias[layer], up, inner, inner, 0);
+            for (int64_t i = 0; i < n * inner; i += 8) {
+                vec8 *g = (vec8 *)(gate + i);
+                *g = *g / (exponential(-*g) + 1.0f) * *(const vec8 *)(up + i);
+            }
+            product(n, gate, inner, m->down[layer], m->inner, m->down_bias[layer], x, hidden, hidden, 1);
+        }
+        for (int64_t i = 0, next; i < n; i = next) {
+            next = i + 1;
+            if (t->rows[start + i] < 0) continue;
+            while (next < n && t->rows[start + next] == t->rows[start + next - 1] + 1) next++;
+            for (int64_t j = i; j < next; j++) normalize(x + j * hidden, hidden, m->eps, unit + (j - i) * hidden);
+            product(next - i, unit, hidden, m->head, hidden, NULL, t->logits + t->rows[start + i] * m->vocabulary,
+                    m->vocabulary, m->vocabulary, 0);
+        }
+    }
+    free(memory);
+    return 0;
+}
+
+/* The largest of a row, and its first index. */
+static float largest_of(const float *row, int64_t n, int64_t *where) {
+    vec8 high = (vec8){0} - INFINITY;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) high = choose(*(const vec8 *)(row + i) > high, *(const vec8 *)(row + i), high);
+    float most = high[0];
+    for (int j = 1; j < 8; j++) most = high[j] > most ? high[j] : most;
+    for (; i < n; i++) most = row[i] > most ? row[i] : most;
+    for (*where = 0; *where < n - 1 && row[*where] != most;) ++*where;
+    return most;
+}
+
+/* Sample a token of each row: the first whose cumulative probability exceeds the row's uniform number.
+ *
+ * logits: [rows, vocabulary]. inverse: [rows], one divided by the temperature; 0: the likeliest token, with its
+ * probability at temperature 1. logprobs: their natural logarithms before any truncation. Returns 1 without memory. */
+int sample(int64_t rows, int64_t vocabulary, const float *logits, const float *inverse, const float *uniform,
+           int64_t *tokens, float *logprobs) {
+    const int64_t pieces = (vocabulary + PIECE - 1) / PIECE;
+    float *e = malloc(pieces * PIECE * sizeof(float));
+    double *sum = malloc(pieces * sizeof(double));
+    for (int64_t r = 0; r < rows && e && sum; r++) {
+        const float *x = logits + r * vocabulary, by = inverse[r] > 0 ? inverse[r] : 1;
+        int64_t likeliest, token = 0;
+        const float most = largest_of(x, vocabulary, &likeliest);
+        double total = 0, before = 0;
+        for (int64_t p = 0; p < pieces; p++) {
+            const int64_t first = p * PIECE, n = vocabulary - first < PIECE ? vocabulary - first : PIECE;
+            vec8 piece = {0};
+            int64_t i = 0;
+            for (; i + 8 <= n; i += 8) {
+                const vec8 one = exponential((*(const vec8 *)(x + first + i) - most) * by);
+                *(vec8 *)(e + first + i) = one;
+                piece += one;
+            }
+            if (i < n) {
+                vec8 rest = (vec8){0} - INFINITY;
+                for (int64_t j = i; j < n; j++) rest[j - i] = (x[first + j] - most) * by;
+                rest = exponential(rest);
+                *(vec8 *)(e + first + i) = rest;
+                piece += rest;
+            }
+            sum[p] = 0;
+            for (int j = 0; j < 8; j++) sum[p] += piece[j];
+            total += sum[p];
+        }
+        const double wanted = uniform[r] * total;
+        if (inverse[r] > 0) {
+            int64_t p = 0, last = vocabulary - 1;
+            while (p < pieces - 1 && before + sum[p] <= wanted) before += sum[p++];
+            const int64_t end = (p + 1) * PIECE < vocabulary ? (p + 1) * PIECE : vocabulary;
+            for (token = p * PIECE; token < end && (before += e[token]) <= wanted; token++)
+                if (e[token] > 0) last = token;
+            if (token == end) token = last; /* the sum of single ones was rounded otherwise than that of the piece */
+        } else {
+            token = likeliest;
+        }
+        tokens[r] = token;
+        logprobs[r] = (float)((x[token] - most) * by - log(total));
+    }
+    free(e);
+    free(sum);
+    return !e || !sum;
+}

@@ -428,16 +428,15 @@ class SamplingProcesses:
 
     def _fork_nursery(self) -> tuple[socket.socket, int]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        gc.freeze()  # what is not looked at is not copied
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, none of which the nursery needs
             pid = os.fork()
         if pid == 0:
+            gc.freeze()  # what is not looked at is not copied
             try:
                 _nurse(theirs, self._scheduler, self._grammars)
             finally:  # whatever is raised: nothing of the run may go on in a copy of it
                 os._exit(1)
-        gc.unfreeze()
         theirs.close()
         ours.settimeout(CLOSE_SECONDS)
         return ours, pid

@@ -10,7 +10,7 @@ from torch import Tensor
 from agentrl.engine.local.attention import Bucket, attend
 from agentrl.engine.local.cache import CachedRunner, machine_bytes
 from agentrl.engine.local.compiled_step import MULTIPLE, Alike, CompiledStep
-from agentrl.engine.local.native import native
+from agentrl.engine.local.native import Native, native
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.models import block
 from agentrl.models.dense import packs
@@ -63,6 +63,15 @@ class BlockRunner(CachedRunner):
         self.packs = room and packs(head) and not (small and head.dtype == torch.float32)
         self.copies = small and not self.packs
 
+    @property
+    def batch_invariant(self) -> bool:
+        return self._native() is not None
+
+    def _native(self) -> Native | None:
+        """The functions that compute a step, where they can."""
+        fits = self.copies and self.device.type == "cpu" and self.model.lm_head.weight.dtype == torch.float32
+        return native() if fits and self.shape.head_dim % MULTIPLE == 0 else None
+
     def clear(self) -> None:
         super().clear()
         self._weights = None
@@ -93,8 +102,7 @@ class BlockRunner(CachedRunner):
     def _prepare(self) -> None:
         """Make sure that the weights are in the form that a step reads, and that the cache is allocated."""
         if self._weights is None:
-            fits = self.copies and self.device.type == "cpu" and self.model.lm_head.weight.dtype == torch.float32
-            compiled = native() if fits and self.shape.head_dim % MULTIPLE == 0 else None
+            compiled = self._native()
             interleave = self.copies and compiled is None
             self._weights = block.weights_of(self.model, copy=self.copies, interleave=interleave, pack=self.packs)
             self._compiled = None if compiled is None else CompiledStep(compiled, self._weights, self.rope)

@@ -78,6 +78,10 @@ class CachedRunner:
         """Keys and values of the slots."""
 
     @property
+    def batch_invariant(self) -> bool:
+        return False
+
+    @property
     def slots(self) -> int:
         return self.cache.slots
 

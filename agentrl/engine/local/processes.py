@@ -1,9 +1,9 @@
 """`SamplingProcesses`: the embedded engine's scheduler in several processes, which read the weights from shared memory.
 
-A conversation stays on its process, and those that begin alike are on the same one. After a step in which a turn ended,
-a process waits until the event loop has given it what follows, as a step in the loop's own thread does; so with tools
-that answer at once the batches of a process, and with them the last bits of what it samples, do not depend on time.
-Meanwhile the others compute.
+A conversation stays on its process, and those that begin alike are on the same one. Where the last bits of a row depend
+on what is computed beside it, a process waits after a step in which a turn ended until the event loop has given it what
+follows, as a step in the loop's own thread does; so with tools that answer at once its batches, and with them what it
+samples, do not depend on time. Meanwhile the others compute.
 
 The processes are forked by the nursery, a process that was forked itself before there was anything to lose: it holds
 the model, does nothing else, and makes a new one in place of one that died. All of them end with this process.
@@ -648,7 +648,7 @@ class _Worker:
                 self._told.append(("refused", serial, f"the answer: {request.matcher.error}"))
             else:
                 self._told.append(("done", serial, generation))
-        if over:
+        if over and not scheduler.runner.batch_invariant:
             self._told.append(("held",))
             self._held = True
 

@@ -25,6 +25,7 @@ class RecomputeRunner:
     """A `Runner` without a cache. Rows are padded on the right, where padding does not affect a causal model."""
 
     token_bytes = 8
+    batch_invariant = False
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model

@@ -48,6 +48,10 @@ class Runner(Protocol):
     """Memory of one token in one slot, in bytes."""
 
     @property
+    def batch_invariant(self) -> bool:
+        """Whether the logits of a row are the same to the last bit whatever else is in its steps."""
+
+    @property
     def slots(self) -> int:
         """Number of slots."""
 

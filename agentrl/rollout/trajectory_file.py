@@ -29,7 +29,7 @@ from agentrl.images import FOLDER as IMAGES
 from agentrl.images import STORE, hashes
 from agentrl.jsonable import dumps, loads
 from agentrl.plugins.types import Json, Message
-from agentrl.secrets import masked_text, without_known
+from agentrl.secrets import known, masked_text, without_known
 from agentrl.trajectory import FinishReason, InvariantError, Learned, ToolUse, Trajectory, Turn
 
 VERSION = 2
@@ -184,7 +184,7 @@ def row(trajectory: Trajectory, *, environment: str = "", solved: bool | None = 
         "seats": [{"name": name, "reward": float(value)} for name, value in t.seats.items()] or None,
     }
     _check_finite(found)
-    masked: Row = _masked(found)
+    masked: Row = _masked(found) if known() else found
     return masked
 
 

@@ -29,6 +29,7 @@ from packing import VOCABULARY, make_model
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
+from agentrl.compute.flops import Cost, Workload, peak_flops
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 
@@ -176,8 +177,21 @@ def cpu_seconds(side: object) -> float:
     return spent
 
 
+def arithmetic(work: list[Conversation]) -> float:
+    """The FLOPs of the tokens that have to be computed: each but the last of a conversation, shared prompts once."""
+    tokens = pairs = 0
+    prompts = {tuple(c.prompt) for c in work}
+    for start, end in [
+        *((0, len(p)) for p in prompts),
+        *((len(c.prompt), len(c.prompt) + c.tokens + sum(map(len, c.results)) - 1) for c in work),
+    ]:
+        tokens, pairs = tokens + end - start, pairs + sum(range(start + 1, end + 1))
+    return Cost.of(make_model(**MODEL)).forward(Workload(tokens, sum(c.tokens for c in work), pairs))
+
+
 def measure(sides: dict[str, Callable[[list[Conversation]], None]], work: list[Conversation], rounds: int) -> None:
-    """Print the tokens per second of each engine, and the ratio of `local` to it."""
+    """Print the tokens per second of each engine, the ratio of `local` to it, and the limit."""
+    peak = peak_flops(torch.device("cpu"), torch.float32) or 0.0
     wall: dict[str, float] = {}
     cpu: dict[str, float] = {}
     for index in range(rounds + 1):
@@ -192,6 +206,10 @@ def measure(sides: dict[str, Callable[[list[Conversation]], None]], work: list[C
     for name in sides:
         ratios = wall[name] / wall["local"], cpu[name] / cpu["local"]
         print(f"  {name:<14}{tokens / wall[name]:>12.0f}{ratios[0]:>8.2f}{tokens / cpu[name]:>16.0f}{ratios[1]:>8.2f}")
+    peak = max(peak, peak_flops(torch.device("cpu"), torch.float32) or 0.0)
+    share = arithmetic(work) / peak / wall["local"]
+    limit = tokens * peak / arithmetic(work)
+    print(f"  the limit at {peak / 1e9:.0f} GFLOP/s{limit:>10.0f} tokens/s: local {share:.0%} of it")
     others = [n for n in sides if not n.startswith("local")]
     if not others:
         return

@@ -74,10 +74,10 @@ class BlockRunner(CachedRunner):
 
     def clear(self) -> None:
         super().clear()
-        self._weights = None
+        self.refresh()
 
     def refresh(self) -> None:
-        self._weights = None
+        self._weights = self._compiled = None
 
     @torch.inference_mode()
     def forward(self, work: Work) -> Tensor:
@@ -101,13 +101,16 @@ class BlockRunner(CachedRunner):
 
     def _prepare(self) -> None:
         """Make sure that the weights are in the form that a step reads, and that the cache is allocated."""
-        if self._weights is None:
-            compiled = self._native()
-            interleave = self.copies and compiled is None
-            self._weights = block.weights_of(self.model, copy=self.copies, interleave=interleave, pack=self.packs)
-            self._compiled = None if compiled is None else CompiledStep(compiled, self._weights, self.rope)
+        if self._weights is None and self._compiled is None:
+            found = self._native()
+            interleave = self.copies and found is None
+            weights = block.weights_of(self.model, copy=self.copies, interleave=interleave, pack=self.packs)
+            if found is None:
+                self._weights = weights
+            else:
+                self._compiled = CompiledStep(found, weights, self.rope)
         if not self.cache.keys:
-            like = self._weights.embed.new_empty(1, self.shape.kv_heads, self.shape.head_dim)
+            like = self.model.lm_head.weight.new_empty(1, self.shape.kv_heads, self.shape.head_dim)
             for i in range(self.shape.layers):
                 self.cache.layer(i, like, like)
 

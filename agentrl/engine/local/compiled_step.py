@@ -68,12 +68,12 @@ class CompiledStep:
         self._columns = native.panel_columns
         self._held: list[object] = []  # what the pointers point to
         s, layers = weights.shape, weights.layers
-        self._vocabulary, self._size = len(weights.embed), s.head_dim
+        head = _matrix(weights.head)
         gate_up = [_matrix(layer.gate_up).chunk(2) for layer in layers]
         biases = [layer.gate_up.bias_halves() for layer in layers]
         self._model = Model(
-            s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, len(gate_up[0][0]), self._vocabulary, s.eps,
-            self._pointer(weights.embed.detach().contiguous()), self._pointer(self._panels(_matrix(weights.head))),
+            s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, len(gate_up[0][0]), len(head), s.eps,
+            self._pointer(weights.embed.detach().contiguous()), self._pointer(self._panels(head)),
             *(self._pointers([self._panels(_matrix(d)) for d in ds])
               for ds in ([layer.qkv for layer in layers], [layer.out for layer in layers])),
             *(self._pointers([self._panels(halves[i]) for halves in gate_up]) for i in (0, 1)),

@@ -33,6 +33,7 @@ from agentrl.engine.base import (
 from agentrl.engine.grammar import Grammars, compiled_matcher, matcher_for
 from agentrl.engine.local.cache import machine_bytes
 from agentrl.engine.local.choose import runner_for
+from agentrl.engine.local.native import native
 from agentrl.engine.local.processes import RETURN_TICKS, SamplingProcesses, SharedWeights, deliver, quickest
 from agentrl.engine.local.sampler import key_of
 from agentrl.engine.local.scheduler import Scheduler
@@ -89,6 +90,7 @@ class LocalEngine(Engine):
         self._followed = model if overlap else None
         model = copy.deepcopy(model).requires_grad_(False) if overlap else model
         self._model = model
+        native()  # compiled here, not in the first step: the event loop would stand still meanwhile
         self.runner = runner_for(model, Routing.of(model) if routing_replay else None)
         self.images = Vision.of(model)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)

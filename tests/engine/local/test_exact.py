@@ -345,6 +345,7 @@ def test_a_compiler_that_fails_is_told_of_in_one_line(
     assert "small models are sampled at half the speed" in caplog.text
 
 
+@pytest.mark.slow
 def test_what_was_compiled_is_kept_and_made_again_where_it_is_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def packs(weight: Tensor) -> bool:
 
 
 def cpu_name() -> str:
+    """The first processor as /proc/cpuinfo has it; elsewhere its name, or nothing."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8")[:4096]
     except OSError:  # not Linux

@@ -2,6 +2,7 @@
 
 import gc
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,11 +45,13 @@ def console() -> "Terminal":
 def importing() -> Iterator[None]:
     """Import what is heavy without looking for garbage: there is none, and to look takes a seventh of the time. Nor is
     what was imported looked through later, which takes a third of a second whenever it is."""
+    first = "torch" not in sys.modules
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if first:
+            gc.freeze()
         gc.enable()
 
 

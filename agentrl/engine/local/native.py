@@ -92,7 +92,8 @@ def native() -> Native | None:
     """The functions, made now (2 s) unless the cache folder has them; None: they cannot be made."""
     command = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
     if command is None:
-        log.warning("no C compiler (%s) is installed: small models are sampled at half the speed", ", ".join(COMPILERS))
+        names = ", ".join(COMPILERS)
+        log.warning("no C compiler (%s) is installed: small models are sampled at less than half the speed", names)
         return None
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agentrl")
     try:
@@ -101,7 +102,8 @@ def native() -> Native | None:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [type(error).__name__]
         why = next((line for line in said if "error" in line), said[-1])
-        log.warning("%s cannot compile %s: small models are sampled at half the speed: %s", command, SOURCE.name, why)
+        slow = "small models are sampled at less than half the speed"
+        log.warning("%s cannot compile %s: %s: %s", command, SOURCE.name, slow, why)
         return None
 
 

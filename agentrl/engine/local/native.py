@@ -95,7 +95,8 @@ def native() -> Native | None:
         names = ", ".join(COMPILERS)
         log.warning("no C compiler (%s) is installed: small models are sampled at less than half the speed", names)
         return None
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agentrl")
+    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises for a user without one
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "agentrl")
     try:
         with tempfile.TemporaryDirectory(prefix="agentrl-") as own:
             return _load(command, folder, Path(own))
@@ -121,6 +122,8 @@ def _load(command: str, folder: Path, own: Path) -> Native:
     subprocess.run(line, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     part = folder / f".{name}.{os.getpid()}"
     try:
+        if not folder.is_absolute():
+            raise OSError("the user has no home")
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(own / name, part)
         part.replace(folder / name)

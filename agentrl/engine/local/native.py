@@ -95,7 +95,7 @@ def native() -> Native | None:
         names = ", ".join(COMPILERS)
         log.warning("no C compiler (%s) is installed: small models are sampled at less than half the speed", names)
         return None
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises for a user without one
+    home = os.path.expanduser("~")  # Path.home raises for a user without one
     folder = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "agentrl")
     try:
         with tempfile.TemporaryDirectory(prefix="agentrl-") as own:

@@ -93,7 +93,7 @@ def native() -> Native | None:
     command = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
     if command is None:
         names = ", ".join(COMPILERS)
-        log.warning("no C compiler (%s) is installed: small models are sampled at less than half the speed", names)
+        log.warning("no C compiler (%s) is installed: small models are sampled at half the speed", names)
         return None
     home = os.path.expanduser("~")  # Path.home raises for a user without one
     folder = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "agentrl")
@@ -103,7 +103,7 @@ def native() -> Native | None:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [type(error).__name__]
         why = next((line for line in said if "error" in line), said[-1])
-        slow = "small models are sampled at less than half the speed"
+        slow = "small models are sampled at half the speed"
         log.warning("%s cannot compile %s: %s: %s", command, SOURCE.name, slow, why)
         return None
 

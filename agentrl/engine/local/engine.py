@@ -90,8 +90,9 @@ class LocalEngine(Engine):
         self._followed = model if overlap else None
         model = copy.deepcopy(model).requires_grad_(False) if overlap else model
         self._model = model
-        native()  # compiled here, not in the first step: the event loop would stand still meanwhile
         self.runner = runner_for(model, Routing.of(model) if routing_replay else None)
+        if model.get_input_embeddings().weight.device.type == "cpu":
+            native()  # compiled here, not in the first step: the event loop would stand still meanwhile
         self.images = Vision.of(model)
         room = cache_bytes or _default_cache_bytes(model.get_input_embeddings().weight.device)
         alone = _one_process(model)

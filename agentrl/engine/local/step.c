@@ -227,7 +227,7 @@ static void averages(int64_t count, float *const *weight, const float *v, int64_
     }
 }
 
-/* Tokens of a block that attend to the same first keys. */
+/* Tokens of a block that attend to the same first keys; those of one slot are next to each other. */
 typedef struct {
     int64_t count, shared;
     int64_t tokens[TOGETHER]; /* in the block */
@@ -254,7 +254,7 @@ static int64_t batches_of(const Tokens *t, int64_t start, int64_t n, Batch *batc
     return count;
 }
 
-/* The attention of a batch, from the queries in y to o. score: TOGETHER * heads / kv_heads rows. */
+/* The attention of a batch, from the queries in y to o. score: QUERIES rows. */
 static void attend(const Model *m, const Tokens *t, int64_t layer, int64_t start, const Batch *b, const float *y,
                    int64_t y_stride, float *o, int64_t o_stride, float *score, int64_t score_stride) {
     const int64_t size = m->size, each = m->heads / m->kv_heads, slot = t->slots[start + b->tokens[0]];

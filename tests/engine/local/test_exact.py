@@ -266,15 +266,21 @@ def test_onednn_is_for_processors_that_compute_512_bits_at_once(
 
 
 def rows_of(prompts: Sequence[np.ndarray], samples: int, steps: int) -> Iterator[Work]:
-    """Prompts, each of which `samples` rows continue; the first of them in a slot that held something else before."""
+    """Prompts, each of which `samples` rows continue; in every third step each prompt's first row by a chunk."""
     chunks = tuple(Chunk(i * samples, 0, ids) for i, ids in enumerate(prompts))
     none, random = np.zeros(0, np.int64), np.random.default_rng(3)
     yield Work(none, none, none.astype(bool), chunks)
     positions = np.repeat([len(ids) for ids in prompts], samples)
-    for _ in range(steps):
-        active = random.random(len(positions)) < 0.9
-        yield Work(random.integers(0, VOCAB, len(positions)), np.where(active, positions, 0), active, ())
+    for step in range(steps):
+        active, more = random.random(len(positions)) < 0.9, ()
+        if step % 3 == 1:
+            active[::samples] = False
+            more = tuple(
+                Chunk(i, int(positions[i]), random.integers(0, VOCAB, 5)) for i in range(0, len(active), samples)
+            )
+        yield Work(random.integers(0, VOCAB, len(positions)), np.where(active, positions, 0), active, more)
         positions = positions + active
+        positions[[c.slot for c in more]] += 5
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
@@ -294,15 +300,16 @@ def test_a_compiled_step_gives_a_row_the_same_bits_whatever_is_beside_it(name: s
     together.copy([0], [5 % samples], 3)  # what was shared before ends with what is written over it
     for step, work in enumerate(rows_of(prompts, samples, 8)):
         logits, other = together.forward(work), torch_only.forward(work)
+        fed = {chunk.slot: chunk for chunk in work.chunks}
         for slot, runner in enumerate(alone):
-            if step == 0:
-                chunk = Chunk(slot, 0, prompts[slot // samples])
-                own = runner.forward(Work(work.ids, work.positions, work.active, (chunk,)))[0]
-                assert torch.equal(own, logits[slot // samples])
+            only = np.arange(len(work.ids)) == slot
+            if step == 0 or slot in fed:
+                chunk = Chunk(slot, 0, prompts[slot // samples]) if step == 0 else fed[slot]
+                own = runner.forward(Work(work.ids, work.positions * 0, only & False, (chunk,)))[-1]
+                assert torch.equal(own, logits[len(work.ids) + slot // samples])
             elif work.active[slot]:
-                only = np.arange(len(work.ids)) == slot
                 assert torch.equal(runner.forward(Work(work.ids, work.positions * only, only, ()))[slot], logits[slot])
-        used = slice(None) if step == 0 else torch.from_numpy(work.active)
+        used = torch.from_numpy(np.concatenate([work.active, np.ones(len(fed), np.bool_)]))
         assert torch.allclose(logits[used], other[used], atol=2e-4)
         for runner in (together, torch_only):
             for i, ids in enumerate(prompts):

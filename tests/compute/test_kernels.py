@@ -76,7 +76,6 @@ def test_token_logprobs_are_those_of_the_textbook(
 def test_what_a_gpu_compiles_is_compiled_once_for_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    torch._dynamo.reset()  # a test that pretends a GPU lets dynamo skip these functions for as long as the process runs
     counter = CompileCounterWithBackend("aot_eager")
     compiling = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **more: compiling(function, backend=counter, **more))

@@ -148,8 +148,12 @@ def pretending(patch: pytest.MonkeyPatch, memory: int = 24 << 30) -> Iterator[li
         make = torch.tensor
         patched.setattr(torch, "tensor", lambda data, device=None, **more: make(data, **more).to(device or "cpu"))
         READ.clear()
-        with PretendGpu():
-            yield READ
+        try:
+            with PretendGpu():
+                yield READ
+        finally:
+            # dynamo skips for the rest of the process what it met under a dispatch mode, and flex_attention would fail
+            torch._dynamo.reset()
 
 
 def flash(

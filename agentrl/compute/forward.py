@@ -19,6 +19,7 @@ from agentrl.compute import compiled_layers, liger
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
 from agentrl.compute.compiled_layers import cannot, compile_layers
+from agentrl.compute.compiled_pass import CompiledPass
 from agentrl.compute.hf_attention import Unsupported, replaced_attention
 from agentrl.compute.kernels import Further, rms_norm, swiglu, token_logprobs
 from agentrl.compute.packing import Packed, indices, pack
@@ -68,6 +69,7 @@ class BlockForward:
         self.model = model
         self.rope = Rope(model)
         self.copies = sum(p.numel() for p in model.parameters()) <= SMALL
+        self.compiled = CompiledPass.of(model, self.rope) if self.copies else None
 
     @staticmethod
     def unsupported(model: nn.Module) -> str | None:
@@ -92,7 +94,9 @@ class BlockForward:
     def states(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """The hidden states [N, D] of the predicting tokens, and the matrix [V, D] of the output layer; either
         may include the gain of the final norm."""
-        weights = weights_of(self.model, copy=self.copies, interleave=self.copies)
+        weights = weights_of(self.model, copy=self.copies, interleave=self.copies and self.compiled is None)
+        if self.compiled is not None:
+            return self.compiled.states(weights, packed), _head(weights)
         device = weights.embed.device
         rotation = self.rope(torch.from_numpy(packed.positions).to(device))
         ids, predict = (torch.from_numpy(indices).to(device) for indices in (packed.ids, packed.predict))

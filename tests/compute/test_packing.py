@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_help import SHAPES, VOCABULARY, make_batch, make_deep, make_model, prefixes, shapes
+from packing_help import SHAPES, VOCABULARY, TorchForward, make_batch, make_deep, make_model, prefixes, shapes
 from transformers import (
     PreTrainedModel,
 )
@@ -60,7 +60,7 @@ def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
 @pytest.mark.quick_cases(12)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("budget", [10_000, 40])
-@pytest.mark.parametrize("kind", [BlockForward, ModuleForward, SequenceForward])
+@pytest.mark.parametrize("kind", [BlockForward, TorchForward, ModuleForward, SequenceForward])
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_packed_equals_separate(family: str, kind: Any, budget: int, temperature: float) -> None:
     model, batch = make_model(family), make_batch(SHAPES)
@@ -83,7 +83,15 @@ def wanted_of(depth: int) -> tuple[PreTrainedModel, Batch, torch.Tensor, torch.T
 @pytest.mark.quick_cases(10)
 @pytest.mark.parametrize(
     ("kind", "least"),
-    [(BlockForward, 1), (BlockForward, LEAST), (ModuleForward, 1), (ModuleForward, LEAST), (SequenceForward, 1)],
+    [
+        (BlockForward, 1),
+        (BlockForward, LEAST),
+        (TorchForward, 1),
+        (TorchForward, LEAST),
+        (ModuleForward, 1),
+        (ModuleForward, LEAST),
+        (SequenceForward, 1),
+    ],
 )
 @pytest.mark.parametrize("depth", range(1, 9))
 def test_trees_of_any_depth_equal_separate_sequences(
@@ -103,11 +111,11 @@ def test_deep_trees_by_every_attention(depth: int, change: dict[str, int], monke
     for name, value in change.items():
         monkeypatch.setattr(attention, name, value)
     model, batch, weight, wanted, wanted_gradients = wanted_of(depth)
-    torch.testing.assert_close(packed(BlockForward(model), batch, weight, 0.8, 10_000), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed(TorchForward(model), batch, weight, 0.8, 10_000), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients(model), wanted_gradients, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", [BlockForward, ModuleForward])
+@pytest.mark.parametrize("kind", [TorchForward, ModuleForward])
 def test_long_sequences_take_the_other_attention_and_agree(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make_model("qwen3"), make_batch(SHAPES)
     weight = torch.ones(int(batch.offsets[-1]))
@@ -119,7 +127,7 @@ def test_long_sequences_take_the_other_attention_and_agree(kind: Any, monkeypatc
     torch.testing.assert_close(gradients(model), wanted_gradients, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [BlockForward, ModuleForward])
+@pytest.mark.parametrize("kind", [TorchForward, ModuleForward])
 def test_a_segment_in_two_halves_attends_as_one(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = make_model("qwen3"), make_batch(SHAPES)
     weight = torch.ones(int(batch.offsets[-1]))
@@ -158,8 +166,12 @@ def test_every_product_and_layout_of_the_weights_agrees(
     wanted = packed(SequenceForward(model), batch, weight, 1.0, 10_000)
     wanted_gradients = gradients(model)
     monkeypatch.setattr("agentrl.models.dense.prefers_onednn", lambda: onednn)
-    forward = BlockForward(model)
+    forward = TorchForward(model)
     forward.copies = copies
+    if copies:
+        compiled = BlockForward(model)
+        torch.testing.assert_close(packed(compiled, batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(gradients(model), wanted_gradients, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(packed(forward, batch, weight, 1.0, 10_000), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients(model), wanted_gradients, atol=1e-4, rtol=1e-4)
 
@@ -168,12 +180,15 @@ def test_entropy_and_its_gradient() -> None:
     model, batch = make_model("qwen3"), make_batch(SHAPES)
     row = pack(batch, prefix_trees(batch))
     found: list[torch.Tensor] = []
+    other: list[torch.Tensor] = []
     wanted: list[torch.Tensor] = []
-    for forward, entropies in ((BlockForward(model), found), (SequenceForward(model), wanted)):
+    ways = ((BlockForward(model), found), (TorchForward(model), other), (SequenceForward(model), wanted))
+    for forward, entropies in ways:
         _, entropy = forward(row, 0.8)
         entropy.sum().backward()
         entropies += [entropy.detach(), *gradients(model)]
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(other, wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

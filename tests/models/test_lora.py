@@ -11,7 +11,7 @@ import pytest
 import torch
 from learner_help import alone
 from lora_help import ADAPTED, save_adapter, stirred, tiny
-from packing_help import make_deep
+from packing_help import TorchForward, make_deep
 from tiny_models import qwen3
 from train_help import metrics, records, small
 from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
@@ -83,7 +83,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("way", [BlockForward, ModuleForward])
+@pytest.mark.parametrize("way", [BlockForward, TorchForward, ModuleForward])
 def test_every_forward_gives_the_modules_log_probs_and_gradients(model: Any, way: Any) -> None:
     """Gradients reach the adapter alone, and are those of the plain module."""
     found = {}
@@ -100,7 +100,7 @@ def test_every_forward_gives_the_modules_log_probs_and_gradients(model: Any, way
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [BlockForward, ModuleForward])
+@pytest.mark.parametrize("way", [BlockForward, TorchForward, ModuleForward])
 def test_deep_trees_with_an_adapter_and_without(model: Any, way: Any) -> None:
     """The adapter's gradients are those of the plain module; with it off, log-probs are the reference's."""
     deep = make_deep(4)

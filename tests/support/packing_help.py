@@ -23,8 +23,17 @@ from transformers import (
 )
 
 from agentrl.compute.batch import Batch
+from agentrl.compute.forward import BlockForward
 
 VOCABULARY = 96
+
+
+class TorchForward(BlockForward):
+    """Our own forward as it is without a compiler."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.compiled = None
 
 
 SIZES: dict[str, Any] = {

@@ -1,20 +1,7 @@
-"""`Native`: the functions of `step.c`, which this machine's C compiler makes once for its own processor.
-
-Without a compiler, torch computes the same.
-"""
+"""`Native`: the functions of `step.c`. Without a compiler, torch computes the same."""
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import re
-import shlex
-import shutil
-import subprocess
-import tempfile
-from contextlib import suppress
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 
@@ -23,14 +10,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from agentrl.engine.base import EngineError
-from agentrl.models.dense import cpu_name
-
-log = logging.getLogger(__name__)
+from agentrl.models.compiled import compiled
 
 SOURCE = Path(__file__).with_name("step.c")
-FLAGS = ("-O3", "-fno-math-errno", "-shared", "-fPIC")
-COMPILERS = ("cc", "gcc", "clang")
-COMPILE_SECONDS = 60.0
 Floats = npt.NDArray[np.float32]
 
 
@@ -63,7 +45,6 @@ class Native:
         self._step, self._sample = library.step, library.sample
         self._step.argtypes, self._step.restype = [POINTER(Model), POINTER(Tokens)], c_int
         self._sample.argtypes, self._sample.restype = [c_int64, c_int64, *[c_void_p] * 5], c_int
-        library.panel_columns.restype = c_int64
         self.panel_columns = int(library.panel_columns())
         """The outputs of a matrix that are computed together."""
 
@@ -89,46 +70,6 @@ class Native:
 
 @functools.cache
 def native() -> Native | None:
-    """The functions, made now (2 s) unless the cache folder has them; None: they cannot be made."""
-    command = os.environ.get("CC") or next((name for name in COMPILERS if shutil.which(name)), None)
-    if command is None:
-        names = ", ".join(COMPILERS)
-        log.warning("no C compiler (%s) is installed: small models are sampled at half the speed", names)
-        return None
-    home = os.path.expanduser("~")  # Path.home raises for a user without one
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "agentrl")
-    try:
-        with tempfile.TemporaryDirectory(prefix="agentrl-") as own:
-            return _load(command, folder, Path(own))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [type(error).__name__]
-        why = next((line for line in said if "error" in line), said[-1])
-        slow = "small models are sampled at half the speed"
-        log.warning("%s cannot compile %s: %s: %s", command, SOURCE.name, slow, why)
-        return None
-
-
-def _load(command: str, folder: Path, own: Path) -> Native:
-    """Load the compiled file from `folder`, or make it in `own` and put it there, if `folder` can be written."""
-    tuned = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    processor = re.findall(r"^(?:model name|flags|Features|CPU part)\s*:.*", cpu_name(), re.MULTILINE)[:3]
-    made_of = "\n".join((SOURCE.read_text(encoding="utf-8"), command, tuned, *FLAGS, *processor))
-    name = f"step-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    try:
-        return Native(ctypes.CDLL(str(folder / name)))
-    except (OSError, AttributeError):  # not there, or cut off
-        pass
-    line = [*shlex.split(command), *FLAGS, tuned, "-o", str(own / name), str(SOURCE), "-lm"]
-    subprocess.run(line, check=True, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-    part = folder / f".{name}.{os.getpid()}"
-    try:
-        if not folder.is_absolute():
-            raise OSError("the user has no home")
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(own / name, part)
-        part.replace(folder / name)
-    except OSError as error:
-        log.info("the compiled %s cannot be kept in %s: %s", SOURCE.name, folder, error)
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-    return Native(ctypes.CDLL(str(own / name)))
+    """The functions; None: they cannot be made. See `compiled`."""
+    library = compiled(SOURCE, "small models are sampled at half the speed")
+    return None if library is None else Native(library)

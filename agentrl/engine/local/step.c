@@ -2,33 +2,17 @@
  *
  * Tokens are computed in blocks of BLOCK, each through all layers, so that what a layer leaves for the next one stays in
  * the processor's cache. A token attends to what its slot holds up to its own position: tokens of one slot stand in
- * order. Vectors are those of GCC and Clang, of any width that the processor has.
+ * order.
  */
 
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "vectors.h"
 
-#ifdef __AVX512F__
-#define WIDTH 16
-#else
-#define WIDTH 8
-#endif
-#define COLUMNS (2 * WIDTH) /* of a panel: the columns of a matrix that are computed together */
-#define ROWS 6              /* computed together: 12 sums, which with two of the weights fit into 16 registers */
-#define BLOCK 96
 #define TOGETHER 16 /* tokens that may read the keys of one slot together, */
 #define QUERIES 16  /* and queries that do */
 #define TILE_KEYS 32
 #define PIECE 512 /* tokens whose probabilities are summed before one of them is looked for */
 #define AHEAD 16 /* keys and values that are fetched before they are needed */
 #define LINE 16  /* floats of a line of the processor's cache */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
-typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t int8v __attribute__((vector_size(32), aligned(4), may_alias));
 
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -58,76 +42,6 @@ typedef struct {
     int64_t stride;
     float *logits;                   /* [rows, vocabulary] */
 } Tokens;
-
-int64_t panel_columns(void) { return COLUMNS; }
-
-/* y [n, outputs] (+)= x [n, depth] times a panel, for `n` known when this is compiled. */
-INLINE void tile(const int n, const float *restrict x, int64_t x_stride, const float *restrict w, int64_t depth,
-                 const float *bias, float *restrict y, int64_t y_stride, int64_t outputs, int add) {
-    vec a[ROWS][2];
-    for (int r = 0; r < n; r++)
-        for (int j = 0; j < 2; j++) a[r][j] = bias ? *(const vec *)(bias + j * WIDTH) : (vec){0};
-    for (int64_t k = 0; k < depth; k++) {
-        __builtin_prefetch(w + (k + 24) * COLUMNS);
-        const vec left = *(const vec *)(w + k * COLUMNS), right = *(const vec *)(w + k * COLUMNS + WIDTH);
-#pragma GCC unroll 6
-        for (int r = 0; r < n; r++) {
-            a[r][0] += x[r * x_stride + k] * left;
-            a[r][1] += x[r * x_stride + k] * right;
-        }
-    }
-    if (outputs >= COLUMNS) {
-        for (int r = 0; r < n; r++)
-            for (int j = 0; j < 2; j++) {
-                vec *to = (vec *)(y + r * y_stride + j * WIDTH);
-                if (add) a[r][j] += *to;
-                *to = a[r][j];
-            }
-        return;
-    }
-    for (int r = 0; r < n; r++)
-        for (int64_t j = 0; j < outputs; j++) {
-            float *to = y + r * y_stride + j, sum = ((const float *)a[r])[j];
-            *to = add ? *to + sum : sum;
-        }
-}
-
-static void product(int64_t n, const float *x, int64_t x_stride, const float *w, int64_t depth, const float *bias,
-                    float *y, int64_t y_stride, int64_t outputs, int add) {
-    for (int64_t c = 0; c < outputs; c += COLUMNS, w += depth * COLUMNS) {
-        const float *b = bias ? bias + c : NULL;
-        int64_t r = 0;
-#define TILE(m) tile(m, x + r * x_stride, x_stride, w, depth, b, y + r * y_stride + c, y_stride, outputs - c, add)
-        for (; r + ROWS <= n; r += ROWS) TILE(ROWS);
-        switch (n - r) {
-        case 1: TILE(1); break;
-        case 2: TILE(2); break;
-        case 3: TILE(3); break;
-        case 4: TILE(4); break;
-        case 5: TILE(5); break;
-        }
-#undef TILE
-    }
-}
-
-INLINE vec8 choose(int8v which, vec8 a, vec8 b) { return (vec8)((which & (int8v)a) | (~which & (int8v)b)); }
-
-/* e^x to 2 units in the last place (the polynomial of Cephes), for x up to 88; below -87 it is 0. */
-INLINE vec8 exponential(vec8 x) {
-    const vec8 low = (vec8){0} - 87.0f, high = (vec8){0} + 88.0f;
-    const int8v nothing = x < low;
-    x = choose(nothing, low, x);
-    x = choose(x > high, high, x);
-    const vec8 n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* rounded */
-    const vec8 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec8 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = (p * (r * r) + r + 1.0f) * (vec8)((__builtin_convertvector(n, int8v) + 127) << 23);
-    return choose(nothing, (vec8){0}, p);
-}
 
 /* The sums of eight vectors. */
 INLINE vec8 sums(const vec8 *a) {
@@ -300,18 +214,6 @@ static void attend(const Model *m, const Tokens *t, int64_t layer, int64_t start
     }
 }
 
-/* to [size] = x [size] divided by its root mean square. */
-INLINE void normalize(const float *x, int64_t size, float eps, float *to) {
-    vec8 squares = {0};
-    float sum = 0;
-    int64_t d = 0;
-    for (; d + 8 <= size; d += 8) squares += *(const vec8 *)(x + d) * *(const vec8 *)(x + d);
-    for (int j = 0; j < 8; j++) sum += squares[j];
-    for (; d < size; d++) sum += x[d] * x[d];
-    const float scale = 1 / sqrtf(sum / size + eps);
-    for (d = 0; d < size; d++) to[d] = x[d] * scale;
-}
-
 /* Normalize and rotate the queries and the keys of a token, y [heads + 2 kv_heads, size], and store its keys and values. */
 static void place(const Model *m, const Tokens *t, int64_t layer, int64_t token, float *restrict y) {
     const int64_t size = m->size, half = size / 2, both = m->heads + m->kv_heads;
@@ -335,8 +237,6 @@ static void place(const Model *m, const Tokens *t, int64_t layer, int64_t token,
         memcpy(t->values[layer] + to, y + (both + h) * size, size * sizeof(float));
     }
 }
-
-static int64_t padded(int64_t outputs) { return (outputs + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
 /* Compute the step; return 0, or 1 where there is no memory for it. */
 int step(const Model *m, const Tokens *t) {

@@ -362,7 +362,7 @@ def test_what_was_compiled_is_kept_and_made_again_where_it_is_damaged(
     assert native.__wrapped__() is not None
     (kept,) = (tmp_path / "agentrl").iterdir()
     whole = kept.read_bytes()
-    monkeypatch.setattr("agentrl.engine.local.native.COMPILE_SECONDS", 0)
+    monkeypatch.setattr("agentrl.models.compiled.COMPILE_SECONDS", 0)
     assert native.__wrapped__() is not None  # without a compiler
     monkeypatch.undo()
     damaged = tmp_path / "other" / "agentrl" / kept.name  # where nothing was loaded from

@@ -1,15 +1,15 @@
 """Seconds a step beside TRL: one environment class, written for TRL's `environment_factory`, run unchanged by both.
 
-    python benchmarks/vs_trl.py [--steps 8] [--rounds 2] [--delay 0.2] [--quick]
+    python benchmarks/vs_trl.py [--steps 8] [--rounds 2] [--delay 0.2] [--threads 1] [--quick]
 
 A step is 32 rollouts (4 tasks, 8 samples each) of two tool calls and an answer, and one update by GRPO, by the same
-tiny model (made by this script, and shown in a few hundred steps how to call the tool), with the same settings: one
-thread, float32, temperature 1, at most 32 tokens a turn, no KL, one optimizer step. TRL runs `GRPOTrainer` with
-transformers' `generate`; here the environment is `env: {name: object}`. Each side runs in a process of its own; the
-sides take turns, and a step's time is the median of all rounds without each round's first two. CPU time is that of the
-process, for machines that others use too. Where one side sampled over a tenth more tokens than the other, the row says
-so, and the ratios are of a token. Three rows: a tool that answers at once, one that takes `--delay` seconds, and resets
-of which one in twenty raises.
+tiny model (made by this script, and shown in a few hundred steps how to call the tool), with the same settings:
+so many threads, float32, temperature 1, at most 32 tokens a turn, no KL, one optimizer step. TRL runs `GRPOTrainer`
+with transformers' `generate`; here the environment is `env: {name: object}`, and as many processes as threads sample.
+Each side runs in a process of its own; the sides take turns, and a step's time is the median of all rounds without each
+round's first two. CPU time is that of that process alone. Where one side sampled over a tenth more tokens than the
+other, the row says so, and the ratios are of a token. Three rows: a tool that answers at once, one that takes `--delay`
+seconds, and resets of which one in twenty raises.
 
 It needs the package's extra `test`, which brings TRL.
 """
@@ -181,7 +181,7 @@ class ClockTracker(Tracker):
             self.clock.step(metrics["rollout/tokens"], metrics["reward/mean"])
 
 
-def run_agentrl(case: Case, model: str, steps: int, out: str) -> None:
+def run_agentrl(case: Case, model: str, steps: int, out: str, threads: int) -> None:
     from agentrl import Recipe, train
 
     os.environ["VS_TRL_STEPS"] = out
@@ -204,7 +204,8 @@ def run_agentrl(case: Case, model: str, steps: int, out: str) -> None:
                     },
                 },
                 "rollout": {"tasks": TASKS, "n": SAMPLES, "max_turns": TURNS, "max_turn_tokens": TURN_TOKENS},
-                "train": {"steps": steps, "lr": LR, "save_every": 0, "threads": 1, "betas": [0.9, 0.999]},
+                "train": {"steps": steps, "lr": LR, "save_every": 0, "threads": threads, "betas": [0.9, 0.999]},
+                "engine": {"args": {"processes": threads}},
                 "eval": {"every": 0, "splits": []},
                 "track": {"trackers": ["vs_trl:ClockTracker"]},
                 "output": str(folder),
@@ -213,13 +214,13 @@ def run_agentrl(case: Case, model: str, steps: int, out: str) -> None:
     )
 
 
-def run_trl(case: Case, model: str, steps: int, out: str) -> None:
+def run_trl(case: Case, model: str, steps: int, out: str, threads: int) -> None:
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     clock = Clock(out)
 
     class Steps(TrainerCallback):
@@ -262,24 +263,27 @@ class Measured:
         return statistics.median(row[column] for row in self.steps)
 
 
-def measure(side: str, case: Case, model: str, steps: int, folder: Path) -> Measured:
+def measure(side: str, case: Case, model: str, options: argparse.Namespace, folder: Path) -> Measured:
     out = folder / f"{side}_{len(list(folder.iterdir()))}.jsonl"
-    command = [sys.executable, __file__, "--side", side, "--model", model, "--steps", str(steps), "--out", str(out)]
-    command += ["--delay", str(case.delay), *(["--faults"] if case.faults else [])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    given = {"side": side, "model": model, "steps": options.steps, "out": out, "delay": case.delay}
+    given["threads"] = options.threads
+    command = [sys.executable, __file__, *(f"--{name}={value}" for name, value in given.items())]
+    command += ["--faults"] if case.faults else []
+    env = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
+    env |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     found = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     return Measured(found, "" if done.returncode == 0 else said[-1] if said else f"exit {done.returncode}")
 
 
-def compare(case: Case, model: str, steps: int, rounds: int, folder: Path) -> None:
+def compare(case: Case, model: str, options: argparse.Namespace, folder: Path) -> None:
     """Print a line of the table."""
     found = {side: Measured([]) for side in SIDES}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for side in SIDES:
             if not found[side].error:
-                one = measure(side, case, model, steps, folder)
+                one = measure(side, case, model, options, folder)
                 found[side].steps += one.steps if one.error else one.steps[WARM_UP:]
                 found[side].error = one.error
     ours, theirs = found["agentrl"], found["trl"]
@@ -301,6 +305,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of a round, with two to warm up")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--delay", type=float, default=0.2, help="seconds that the slow tool takes")
+    parser.add_argument("--threads", type=int, default=1, help="of either side")
     parser.add_argument("--quick", action="store_true", help="three steps of one round")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", help="use this folder instead of making a model")
@@ -310,9 +315,10 @@ def main() -> None:
     if options.side:
         warnings.filterwarnings("ignore")
         case = Case("", options.delay, options.faults)
-        SIDES[options.side](case, options.model, options.steps, options.out)
+        SIDES[options.side](case, options.model, options.steps, options.out, options.threads)
         return
-    steps, rounds = (WARM_UP + 1, 1) if options.quick else (options.steps, options.rounds)
+    if options.quick:
+        options.steps, options.rounds = WARM_UP + 1, 1
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or f"{folder}/model"
         if not options.model:
@@ -324,7 +330,7 @@ def main() -> None:
             Case(f"tool of {options.delay:g} s", options.delay),
             Case(f"instant tool, 1 of {ONE_IN} resets raises", faults=True),
         ):
-            compare(case, model, steps, rounds, Path(folder))
+            compare(case, model, options, Path(folder))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +155,17 @@ def test_a_row_that_predicts_nothing_has_a_gradient_of_zero() -> None:
 def test_what_it_does_not_compute_is_left_to_torch(model: Any) -> None:
     assert not fits(model())
     assert BlockForward(model()).compiled is None
+
+
+def test_without_a_compiler_torch_computes_it_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "false")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled_pass, "library", library.__wrapped__)
+    assert BlockForward(make_model("qwen3")).compiled is None
+    (said,) = caplog.messages
+    assert said.startswith("false cannot compile packed_row.c: small models are trained at two thirds of the speed")
 
 
 OUT_OF_THREADS = """

@@ -201,13 +201,14 @@ int64_t gradient_floats(const Model *m) {
 
 /* How many floats a pass needs. */
 int64_t memory_floats(const Model *m, const Row *r, int keep) {
-    const Work w = {.m = m, .r = r, .keep = keep};
+    static float first[1];
+    const Work w = {.m = m, .r = r, .keep = keep, .memory = first};
     float *x, *scale, *memory = final_of(&w, &x, &scale);
     Gradients gradients;
     Scratch scratch;
     if (keep) memory = gradients_of(&w, memory, &gradients);
     for (int64_t i = 0; i < r->threads; i++) memory = scratch_of(&w, memory, &scratch);
-    return memory - (float *)NULL;
+    return memory - first;
 }
 
 static Scratch own_scratch(const Work *w, Gradients *gradients) {

@@ -145,7 +145,8 @@ class _RowOf:
 
 
 class _OfPass(Context, Protocol):
-    kept: tuple[CompiledPass, block.Shape, _RowOf, Tensor]
+    kept: tuple[CompiledPass, block.Shape, _RowOf]
+    memory: Tensor | None
 
 
 class _Pass(torch.autograd.Function):
@@ -162,7 +163,7 @@ class _Pass(torch.autograd.Function):
         addresses = memory.data_ptr(), keep, x.data_ptr(), states.data_ptr()
         _check(passes.library.pass_forward(byref(model.model), byref(row.row), *addresses), row)
         if keep:
-            ctx.kept = passes, s, row, memory
+            ctx.kept, ctx.memory = (passes, s, row), memory
             ctx.save_for_backward(*given)  # type: ignore[arg-type]  # it takes None, too
         else:
             passes.give_back(memory)
@@ -170,13 +171,16 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _OfPass, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        passes, s, row, memory = ctx.kept
+        (passes, s, row), memory = ctx.kept, ctx.memory
         given: Sequence[Tensor | None] = ctx.saved_tensors
+        if memory is None:
+            raise RuntimeError("a compiled pass has one backward pass: its memory serves another row by now")
         model, d_states = _ModelOf(passes, s, given, transposed=True), gradients[0].contiguous()
         d_x = d_states.new_empty(row.row.tokens, s.hidden)
         sums = d_states.new_zeros(row.row.threads, passes.library.gradient_floats(byref(model.model)))
         addresses = memory.data_ptr(), d_states.data_ptr(), d_x.data_ptr(), sums.data_ptr()
         _check(passes.library.pass_backward(byref(model.model), byref(row.row), *addresses), row)
+        ctx.memory = None
         passes.give_back(memory)
         found: list[Tensor | None] = []
         for of_layer in sums.sum(0).chunk(s.layers):

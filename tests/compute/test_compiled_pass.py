@@ -133,6 +133,10 @@ def test_two_rows_between_their_passes_keep_apart_and_memory_is_used_again() -> 
         logprobs.sum().backward()
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
         assert torch.equal(alone, kept[0])
+    once = forward(rows[0], 0.8)[0].sum()
+    once.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        once.backward()
 
 
 def test_a_row_that_predicts_nothing_has_a_gradient_of_zero() -> None:

@@ -131,6 +131,16 @@ class Generator(torch.Generator):
 
 
 @contextmanager
+def dynamo_forgets() -> Iterator[None]:
+    """Let dynamo forget at the end of the block: it skips for good what it met under a dispatch mode."""
+    try:
+        yield
+    finally:
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+
+
+@contextmanager
 def pretending(patch: pytest.MonkeyPatch, memory: int = 24 << 30) -> Iterator[list[str]]:
     """One GPU with so many bytes, until the block ends."""
     answers: dict[str, Callable[..., Any]] = {
@@ -142,19 +152,15 @@ def pretending(patch: pytest.MonkeyPatch, memory: int = 24 << 30) -> Iterator[li
         "get_device_name": lambda device=None: "NVIDIA H200",
         "is_bf16_supported": lambda including_emulation=True: True,
     }  # fmt: skip
-    with patch.context() as patched:
+    with dynamo_forgets(), patch.context() as patched:
         for name, answer in answers.items():
             patched.setattr(torch.cuda, name, answer)
         patched.setattr(torch, "Generator", Generator)
         make = torch.tensor
         patched.setattr(torch, "tensor", lambda data, device=None, **more: make(data, **more).to(device or "cpu"))
         READ.clear()
-        try:
-            with PretendGpu():
-                yield READ
-        finally:
-            if "torch._dynamo" in sys.modules:  # it skips for good what it met under a dispatch mode
-                torch._dynamo.reset()
+        with PretendGpu():
+            yield READ
 
 
 def flash(

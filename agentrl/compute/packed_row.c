@@ -230,16 +230,6 @@ static void outer(int64_t rows, const float *x, int64_t x_stride, const float *d
     }
 }
 
-INLINE float dot(const float *a, const float *b, int64_t n) {
-    vec8 products = {0};
-    float sum = 0;
-    int64_t d = 0;
-    for (; d + 8 <= n; d += 8) products += *(const vec8 *)(a + d) * *(const vec8 *)(b + d);
-    for (int j = 0; j < 8; j++) sum += products[j];
-    for (; d < n; d++) sum += a[d] * b[d];
-    return sum;
-}
-
 /* d_x [n] += the gradient of x, of that of its unit, unit = x scale. */
 INLINE void add_d_norm(const float *d_unit, const float *unit, float scale, int64_t n, float *d_x) {
     const float mean = dot(d_unit, unit, n) / n;
@@ -343,24 +333,14 @@ static void averages(int64_t rows, const float *x, int64_t stride, const float *
         TILES(rows, x, stride, 1, panels + c * room, keys, NULL, y + c, y_stride, size - c, 0);
 }
 
-/* e^(score - largest) of the first `keys`, divided by their sum, and zeros up to `most`; return the logarithm of the sum. */
+/* Turn `keys` scores into their softmax, zeros up to `most`; return the logarithm of the sum of their exponentials. */
 INLINE float softmax(float *score, int64_t keys, int64_t most) {
     const int64_t room = (keys + 7) / 8 * 8;
-    for (int64_t t = keys; t < room; t++) score[t] = -INFINITY;
-    vec8 largest = *(vec8 *)score, total = {0};
-    for (int64_t t = 8; t < room; t += 8) largest = choose(*(vec8 *)(score + t) > largest, *(vec8 *)(score + t), largest);
-    float high = largest[0], sum = 0;
-    for (int j = 1; j < 8; j++) high = largest[j] > high ? largest[j] : high;
-    for (int64_t t = 0; t < room; t += 8) {
-        const vec8 e = exponential(*(vec8 *)(score + t) - high);
-        *(vec8 *)(score + t) = e;
-        total += e;
-    }
-    for (int j = 0; j < 8; j++) sum += total[j];
-    const float by = 1 / sum;
+    float largest;
+    const float sum = exponentials(score, keys, room, &largest), by = 1 / sum;
     for (int64_t t = 0; t < room; t += 8) *(vec8 *)(score + t) *= by;
     for (int64_t t = room; t < most; t++) score[t] = 0;
-    return high + logf(sum);
+    return largest + logf(sum);
 }
 
 /* Attention of the own tokens: the outputs, or the gradients of queries, keys and values. */

@@ -103,15 +103,36 @@ INLINE vec8 exponential(vec8 x) {
     return choose(nothing, (vec8){0}, p);
 }
 
-/* to [size] = x [size] divided by its root mean square; return what it was multiplied by. */
-INLINE float normalize(const float *x, int64_t size, float eps, float *to) {
-    vec8 squares = {0};
+INLINE float dot(const float *a, const float *b, int64_t n) {
+    vec8 products = {0};
     float sum = 0;
     int64_t d = 0;
-    for (; d + 8 <= size; d += 8) squares += *(const vec8 *)(x + d) * *(const vec8 *)(x + d);
-    for (int j = 0; j < 8; j++) sum += squares[j];
-    for (; d < size; d++) sum += x[d] * x[d];
-    const float scale = 1 / sqrtf(sum / size + eps);
-    for (d = 0; d < size; d++) to[d] = x[d] * scale;
+    for (; d + 8 <= n; d += 8) products += *(const vec8 *)(a + d) * *(const vec8 *)(b + d);
+    for (int j = 0; j < 8; j++) sum += products[j];
+    for (; d < n; d++) sum += a[d] * b[d];
+    return sum;
+}
+
+/* to [size] = x [size] divided by its root mean square; return what it was multiplied by. */
+INLINE float normalize(const float *x, int64_t size, float eps, float *to) {
+    const float scale = 1 / sqrtf(dot(x, x, size) / size + eps);
+    for (int64_t d = 0; d < size; d++) to[d] = x[d] * scale;
     return scale;
+}
+
+/* Turn `keys` scores into e^(score - largest), zeros up to `room`, a multiple of eight; return their sum. */
+INLINE float exponentials(float *score, int64_t keys, int64_t room, float *largest) {
+    for (int64_t t = keys; t < room; t++) score[t] = -INFINITY;
+    vec8 high = *(vec8 *)score, total = {0};
+    for (int64_t t = 8; t < room; t += 8) high = choose(*(vec8 *)(score + t) > high, *(vec8 *)(score + t), high);
+    float most = high[0], sum = 0;
+    for (int j = 1; j < 8; j++) most = high[j] > most ? high[j] : most;
+    for (int64_t t = 0; t < room; t += 8) {
+        const vec8 e = exponential(*(vec8 *)(score + t) - most);
+        *(vec8 *)(score + t) = e;
+        total += e;
+    }
+    for (int j = 0; j < 8; j++) sum += total[j];
+    *largest = most;
+    return sum;
 }

@@ -81,22 +81,6 @@ static void scores(int64_t count, const float *const *query, const float *k, int
     }
 }
 
-/* Turn the scores of `keys` keys into e^(score - largest), zeros up to `room`; return one divided by their sum. */
-INLINE float weights_of(float *score, int64_t keys, int64_t room) {
-    for (int64_t t = keys; t < room; t++) score[t] = -INFINITY;
-    vec8 largest = *(vec8 *)score, total = {0};
-    for (int64_t t = 8; t < room; t += 8) largest = choose(*(vec8 *)(score + t) > largest, *(vec8 *)(score + t), largest);
-    float most = largest[0], sum = 0;
-    for (int j = 1; j < 8; j++) most = largest[j] > most ? largest[j] : most;
-    for (int64_t t = 0; t < room; t += 8) {
-        const vec8 e = exponential(*(vec8 *)(score + t) - most);
-        *(vec8 *)(score + t) = e;
-        total += e;
-    }
-    for (int j = 0; j < 8; j++) sum += total[j];
-    return 1 / sum;
-}
-
 /* Add to each of `count` averages, [size], those of a slot's values with the weights of that query. */
 static void averages(int64_t count, float *const *weight, const float *v, int64_t keys, int64_t size, float *const *to) {
     for (int64_t start = 0; start < keys; start += TILE_KEYS) {
@@ -178,7 +162,7 @@ static void attend(const Model *m, const Tokens *t, int64_t layer, int64_t start
         for (int64_t first = 0; first < b->count * each; first += QUERIES) {
             const int64_t count = b->count * each - first < QUERIES ? b->count * each - first : QUERIES;
             const float *query[QUERIES], *own_k[QUERIES], *own_v[QUERIES];
-            float *to[QUERIES], *row[QUERIES], *beyond[QUERIES], scale[QUERIES];
+            float *to[QUERIES], *row[QUERIES], *beyond[QUERIES], scale[QUERIES], largest;
             int64_t keys[QUERIES], most = 0;
             for (int64_t i = 0; i < count; i++) {
                 const int64_t token = b->tokens[(first + i) / each], h = head * each + (first + i) % each;
@@ -199,7 +183,7 @@ static void attend(const Model *m, const Tokens *t, int64_t layer, int64_t start
                     scores(next - i, query + i, own_k[i], keys[next - 1] - b->shared, size, beyond + i);
             }
             for (int64_t i = 0; i < count; i++) {
-                scale[i] = weights_of(row[i], keys[i], (most + 7) / 8 * 8);
+                scale[i] = 1 / exponentials(row[i], keys[i], (most + 7) / 8 * 8, &largest);
                 memset(to[i], 0, size * sizeof(float));
             }
             averages(count, row, v + slot * slot_stride, b->shared, size, to);

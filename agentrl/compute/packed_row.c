@@ -42,7 +42,7 @@ typedef struct {
 
 /* What a thread computes with. */
 typedef struct {
-    float *unit, *gate_up, *d_gate_up, *h, *d_h, *d_unit, *o, *d_o, *d_y, *panel;
+    float *unit, *gate_up, *d_gate_up, *h, *d_h, *d_unit, *o, *d_y, *panel;
     float *k, *k_t, *v, *v_t, *query, *output, *d_output, *d_query, *score, *d_score, *d_k, *d_v;
     int64_t *held;
     int64_t count;
@@ -143,7 +143,6 @@ static float *scratch_of(const Work *w, float *memory, Scratch *s) {
     s->d_gate_up = take(&memory, BLOCK * gates_of(m));
     s->d_h = take(&memory, BLOCK * inner);
     s->d_unit = take(&memory, BLOCK * m->hidden);
-    s->d_o = take(&memory, BLOCK * attended);
     s->d_y = take(&memory, BLOCK * wide_of(m));
     s->panel = take(&memory, BLOCK * COLUMNS);
     s->k = take(&memory, room * wide);

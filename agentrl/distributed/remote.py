@@ -1,5 +1,6 @@
 """`RayRoles`: the role host on Ray workers. Its roles are objects here that call the groups of workers."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -21,7 +22,7 @@ from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.learner.roles import forward_lines
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.cluster import ClusterSection
-from agentrl.weights.request import WeightRequest, WeightResult
+from agentrl.weights.request import WeightRequest, WeightResult, cpu_place
 from agentrl.weights.source import NamedTensor, WeightSource
 
 if TYPE_CHECKING:
@@ -178,10 +179,14 @@ class RemotePublisher:
     def publish(self, request: WeightRequest) -> WeightResult:
         """Let the workers send their weights; return the joined results."""
         feeders: dict[str, tuple[int, ...]] = {}
-        if request.gpus and self._transport in ("auto", "from_tensor"):
-            on = {(worker.node_id, gpu): rank for rank, worker in enumerate(self._group.workers) for gpu in worker.gpus}
-            for url, gpus in request.gpus.items():
-                ranks = [on.get((gpus.node or own_id(), name)) for name in gpus.names]
+        if request.places and self._transport in ("auto", "from_tensor"):
+            at, met = {}, Counter[str]()
+            for rank, worker in enumerate(self._group.workers):
+                for gpu in worker.gpus or (cpu_place(met[worker.node_id]),):
+                    at[worker.node_id, gpu] = rank
+                met[worker.node_id] += 1
+            for url, places in request.places.items():
+                ranks = [at.get((place.node or own_id(), place.gpu)) for place in places]
                 if ranks[0] is not None:
                     self._rank_by_url[url] = ranks[0]
                 known = tuple(rank for rank in ranks if rank is not None)

@@ -6,7 +6,7 @@ worked; otherwise it stays paused and has no version.
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -214,14 +214,16 @@ async def open_channel(
     say: Callable[[str], None] = print,
     nccl: str | None = None,
     parameters: int = 0,
+    fed: Collection[str] = (),
 ) -> WeightChannel:
     """Open a channel to the servers at `urls`, which must answer already.
 
     kind: of the servers, one of SERVERS. transport: one of TRANSPORTS. folder: where `from_disk` writes; servers on
-    other machines must see it by the same path. timeout: seconds that one call of an update may take. check_every: the
-    first update is verified, and then one in so many (0: none). say: called with a line that names the transport and
-    why. previous: the channel before this one: servers that it sent to sleep are woken by this one. nccl: version of
-    NCCL in servers that do not tell theirs (None: not known). parameters: of the model.
+    other machines must see it by the same path. timeout: seconds that one call of an update may take. check_every:
+    the first update is verified, and then one in so many (0: none). say: called with a line that names the
+    transport and why. previous: the channel before this one: servers that it sent to sleep are woken by this one.
+    nccl: version of NCCL in servers that do not tell theirs (None: not known). parameters: of the model. fed:
+    servers of which each rank is fed by the trainer's rank at its place (see `Feed`).
     Raises UserError for an unknown transport, WeightUpdateError for a server that does not answer.
     """
     if transport not in TRANSPORTS:
@@ -229,20 +231,26 @@ async def open_channel(
     servers = [SERVERS[kind](url, session, timeout) for url in urls]
     for server in servers:
         await server.facts()
-    chosen, how = await _by_server(kind, servers, transport, folder, nccl, parameters)
+    chosen, how = await _by_server(kind, servers, transport, folder, nccl, parameters, fed)
     say(f"weights: {how}")
     return WeightChannel(servers, chosen, check_every, previous)
 
 
 async def _by_server(
-    kind: str, servers: Sequence[WeightServer], transport: str, folder: Path, nccl: str | None, parameters: int
+    kind: str,
+    servers: Sequence[WeightServer],
+    transport: str,
+    folder: Path,
+    nccl: str | None,
+    parameters: int,
+    fed: Collection[str],
 ) -> tuple[Transport, str]:
     """How to send to each of the servers, and a line about it."""
     if transport != "auto":
         return _transport(transport, kind, folder), f"{transport} (as the recipe says)"
     whys: dict[str, dict[str, str]] = {}  # transport -> URL -> why
     for server in servers:
-        name, why = await server.transport(same_host(server.url))
+        name, why = await server.transport(same_host(server.url), server.url in fed)
         whys.setdefault(name, {})[server.url] = why
     by_group = whys.pop("from_distributed", None)
     if by_group is not None:

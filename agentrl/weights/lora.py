@@ -4,9 +4,9 @@ A request names the adapter that it samples from (`lora_path` in /generate) and 
 to the step of that adapter, whatever `weight_versions` says, which is the server's. Servers are started with
 `--enable-lora`, `--max-lora-rank`, `--lora-target-modules` and room for two adapters (`--max-loaded-loras 2` or more).
 
-Servers that see this machine's files read an adapter from a folder; others are sent its tensors by value, in the body
-of the call. Shared memory would do, but servers keep it open, and a server that drops an adapter whose sender has ended
-meanwhile, such as the run before, aborts: torch's manager of that memory is gone.
+Servers of this machine read an adapter from a folder; others, and those of several machines, are sent its tensors by
+value, in the body of the call. Shared memory would do, but servers keep it open, and a server that drops an adapter
+whose sender has ended meanwhile, such as the run before, aborts: torch's manager of that memory is gone.
 """
 
 import asyncio
@@ -72,8 +72,9 @@ class LoraChannel:
             start = perf_counter()
             failures: Failures = {}
             name = f"step-{adapter.version}-{uuid.uuid4().hex[:8]}"  # no server knows it, whatever failed before
-            local = [server for server in self.servers if self._sees_our_files(server)]
-            remote = [server for server in self.servers if server not in local]
+            known = await each(self.servers, lambda server: server.facts(), failures)
+            local = [s for s in known if self._sees_our_files(s) and (await s.facts()).machines == 1]
+            remote = [server for server in known if server not in local]
             loaded = await self._by_folder(local, name, adapter, failures)
             loaded += await self._by_value(remote, name, adapter, failures)
             await each(loaded, lambda server: self._renew(server, name, (keep or {}).get(server.url, ())), {})

@@ -69,7 +69,7 @@ class Sender:
         self.nccl, self._beat = nccl, beat
         self._transport, self._say, self._kind = transport, say, kind
         self._channel: WeightChannel | None = None
-        self._channel_key: object = None  # event loop and URLs of the channel
+        self._channel_key: tuple[object, object, object] | None = None  # event loop, URLs, and which of these are fed
         self._lora: LoraChannel | None = None
         self._buckets = HandleTransport() if kind == "vllm" else SharedMemoryTransport()  # those filled for other ranks
         self._stamp: str | None = None  # of the weights that were sent last: the trainer may have changed them since
@@ -127,17 +127,18 @@ class Sender:
 
     async def _send_weights(self, request: WeightRequest, feed: Feed | None) -> WeightResult:
         base = request.content is WeightContent.BASE
+        fed = frozenset(request.feeders).intersection(request.urls)
         stamp = self._stamp if request.again and not base else None
         weights = ModelWeights(self._model, stamp=stamp, base=base, beat=self._beat, feed=feed)
         try:
             if request.again or base:
-                channel = await self._open(request.urls, lambda line: None)
+                channel = await self._open(request.urls, lambda line: None, None, fed)
                 try:
                     done = await channel.publish(request.version, weights, request.mode)
                 finally:
                     await channel.close()
             else:
-                channel = await self._to(request.urls)
+                channel = await self._to(request.urls, fed)
                 self._stamp = weights.stamp
                 done = await channel.publish(request.version, weights, request.mode)
         except WeightUpdateError:
@@ -170,23 +171,24 @@ class Sender:
         tensors = [(name, whole(tensor).cpu().clone()) for name, tensor in adapter_state(self._model).items()]
         return Adapter(version, adapter_config(self._model), tensors)
 
-    async def _to(self, urls: Sequence[str]) -> WeightChannel:
-        """The channel to these servers in this event loop."""
-        key = (asyncio.get_running_loop(), tuple(urls))
-        if key != self._channel_key or self._channel is None:
+    async def _to(self, urls: Sequence[str], fed: frozenset[str] | None = None) -> WeightChannel:
+        """The channel to these servers in this event loop. fed: those that are fed at their places (None: nothing is to
+        be sent)."""
+        key, found = (asyncio.get_running_loop(), tuple(urls), fed), self._channel_key
+        if self._channel is None or found is None or key[:2] != found[:2] or fed not in (None, found[2]):
             previous = self._channel
             await self.close()
-            say: Callable[[str], None] = self._say if self._lora is None else lambda line: None
-            self._channel, self._channel_key = await self._open(urls, say, previous), key
+            say: Callable[[str], None] = self._say if fed is not None and self._lora is None else lambda line: None
+            self._channel, self._channel_key = await self._open(urls, say, previous, fed or frozenset()), key
         return self._channel
 
     async def _open(
-        self, urls: Sequence[str], say: Callable[[str], None], previous: WeightChannel | None = None
+        self, urls: Sequence[str], say: Callable[[str], None], previous: WeightChannel | None, fed: frozenset[str]
     ) -> WeightChannel:
         session, folder = self._session(), self._folder()
         return await open_channel(
             urls, session, folder=folder, transport=self._transport, say=say, previous=previous, kind=self._kind,
-            nccl=self.nccl, parameters=sum(p.numel() for p in self._model.parameters()),
+            nccl=self.nccl, parameters=sum(p.numel() for p in self._model.parameters()), fed=fed,
         )  # fmt: skip
 
     def _folder(self) -> Path:

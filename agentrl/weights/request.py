@@ -18,13 +18,19 @@ class WeightContent(StrEnum):
     """The adapter alone."""
 
 
-class ServerGpus(NamedTuple):
-    """The GPUs of a server that the run launched."""
+class ServerRank(NamedTuple):
+    """Where a rank of a server that the run launched computes."""
 
     node: str
     """Ray's name of its machine; empty: the controller's."""
-    names: tuple[str, ...]
-    """Their names there, as CUDA_VISIBLE_DEVICES has them."""
+    gpu: str
+    """Name of its GPU there, as CUDA_VISIBLE_DEVICES has it; of a CPU see `cpu_place`."""
+
+
+def cpu_place(number: int) -> str:
+    """What stands for a GPU's name where a machine has none: the place of one of its workers, or server ranks, among
+    them, so that each rank of a server has a worker of its own."""
+    return f"cpu {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +51,11 @@ class WeightRequest:
     """URL -> names of adapters that requests in flight sample from."""
     senders: Mapping[str, int] = field(default_factory=dict)
     """URL -> rank of the trainer that sends to it, one on its machine; rank 0 sends to the others."""
-    gpus: Mapping[str, ServerGpus] = field(default_factory=dict)
-    """URL -> its GPUs, where the run launched it on any: who has the same GPU sends to it."""
+    places: Mapping[str, tuple[ServerRank, ...]] = field(default_factory=dict)
+    """URL -> where each of its ranks is, as far as it is known: who has the same GPU sends to it."""
     feeders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """URL -> for each rank of the server the trainer's rank on its GPU, where there is one for all: the first one
-    sends, and each fills buckets on its own GPU."""
+    """URL -> for each rank of the server the trainer's rank at its place, where there is one for all: the first one
+    sends, and each fills buckets on its own GPU, or in its machine's memory."""
 
     def of(self, rank: int) -> "WeightRequest":
         """The part of it that a rank sends."""

@@ -94,8 +94,9 @@ class WeightServer(ABC):
         """What the server tells about itself; asked once."""
 
     @abstractmethod
-    async def transport(self, near: bool) -> tuple[str, str]:
-        """The transport that suits it, and why. near: whether it shares this machine's memory and files."""
+    async def transport(self, near: bool, fed: bool = False) -> tuple[str, str]:
+        """The transport that suits it, and why. near: whether it shares this machine's memory and files. fed: whether
+        each of its ranks shares a GPU, or else a machine's memory, with one of the trainer's."""
 
     @abstractmethod
     async def pause(self, mode: PauseMode) -> None:

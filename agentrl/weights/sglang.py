@@ -31,8 +31,10 @@ class SglangServer(WeightServer):
             )
         return self._facts
 
-    async def transport(self, near: bool) -> tuple[str, str]:
-        """The transport that suits it, and why. near: whether it shares this machine's memory and files."""
+    async def transport(self, near: bool, fed: bool = False) -> tuple[str, str]:
+        """See `WeightServer.transport`."""
+        if fed:
+            return "from_tensor", "each rank of a server shares a GPU, or a machine's memory, with one of the trainer's"
         if (machines := (await self.facts()).machines) > 1:
             return "from_distributed", f"{self.url} computes on {machines} machines"
         if near:

@@ -46,9 +46,9 @@ class VllmServer(WeightServer):
             self._facts = facts_in(info)
         return self._facts
 
-    async def transport(self, near: bool) -> tuple[str, str]:
+    async def transport(self, near: bool, fed: bool = False) -> tuple[str, str]:
         engine = (await self.facts()).transfer
-        if near and engine == "ipc":
+        if (near or fed) and engine == "ipc":
             return "from_tensor", f"servers open memory of the trainer's GPU; {UNTRIED}"
         apart = await self._apart()
         if engine == "nccl" and apart is None:

@@ -21,14 +21,14 @@ from warm_ray import COMMAND
 from agentrl.checkpoint.run_folder import RunFolder
 from agentrl.cluster.errors import ClusterError, WorkerLost
 from agentrl.cluster.group import WorkerGroup
-from agentrl.cluster.pool import ResourcePool, cluster_nodes
+from agentrl.cluster.pool import Node, ResourcePool, cluster_nodes, own_id
 from agentrl.cluster.session import GRACE_SECONDS, Session
 from agentrl.containment.process_tree import ProcessTree
-from agentrl.engine.servers.remote import RemoteNodes, RemoteServer
+from agentrl.engine.servers.remote import RemoteNodes, RemoteServer, shared_places
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.errors import UserError
 from agentrl.training.run import train
-from agentrl.weights.request import ServerGpus
+from agentrl.weights.request import ServerRank, cpu_place
 
 pytestmark = pytest.mark.ray
 START = [*COMMAND, "start", "--block", "--disable-usage-stats", "--include-log-monitor=false"]
@@ -254,16 +254,15 @@ async def test_servers_share_the_gpus_of_workers_on_every_machine(cluster: str, 
             nodes = RemoteNodes(cluster, servers=2, nodes=1, ranks=2, shared=True)
             servers = [RemoteServer(nodes, plan, i, tmp_path / f"server_{i}.log") for i in range(2)]
             await asyncio.gather(*(server.start(SECONDS, lambda line: None) for server in servers))
-            assert [server.gpus for server in servers] == [
-                ServerGpus(there, ("0", "1")), ServerGpus(there, ("2", "3"))
-            ]  # fmt: skip
+            places = [tuple(ServerRank(there, gpu) for gpu in pair) for pair in ("01", "23")]
+            assert [server.places for server in servers] == places
             for server, first in zip(servers, (0, 2), strict=True):
                 assert re.search(rf"--base-gpu-id {first}\b", server.log.read_text())
             os.kill(served_by(servers[1].log), signal.SIGKILL)
             until(lambda: not servers[1].running)
             await servers[1].stop()
             await servers[1].start(SECONDS, lambda line: None)
-            assert servers[1].gpus == ServerGpus(there, ("2", "3"))
+            assert servers[1].places == places[1]
             await asyncio.gather(*(server.stop() for server in servers))
             nodes.close()
 
@@ -303,6 +302,35 @@ async def test_a_server_over_two_machines(cluster: str, tmp_path: Path) -> None:
         nodes.close()
 
 
+async def test_servers_over_two_machines_share_them_with_workers(cluster: str, tmp_path: Path) -> None:
+    """Each has a rank on each machine, at a place of its own, and with it a worker that feeds it."""
+    flags = {"tp-size": 2, "nnodes": 2}
+    plan = SglangPlan((sys.executable, "-c", SERVES), "model", "float32", flags, 1, 1, 1, cpu=True, key="secret")
+    with Session(address=cluster), ResourcePool(4, nodes=2):  # the workers'
+        nodes = RemoteNodes(cluster, servers=2, nodes=2, ranks=2, shared=True, parts=2)
+        servers = [RemoteServer(nodes, plan, i, tmp_path / f"server_{i}.log") for i in range(2)]
+        await asyncio.gather(*(server.start(SECONDS, lambda line: None) for server in servers))
+        machines = sorted((node.id for node in cluster_nodes()), key=lambda name: name != own_id())
+        for i, server in enumerate(servers):
+            assert server.places == tuple(ServerRank(machine, cpu_place(i)) for machine in machines)
+            assert "--node-rank 1" in server.log.with_stem(f"server_{i}_node_1").read_text()
+        await asyncio.gather(*(server.stop() for server in servers))
+        nodes.close()
+
+
+def test_servers_over_machines_take_the_lowest_gpus_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [Node(name, {"GPU": 4.0}, {}, name) for name in "dcba"]
+    monkeypatch.setattr("agentrl.engine.servers.remote.cluster_nodes", lambda: found)
+    monkeypatch.setattr("agentrl.engine.servers.remote.own_id", lambda: "c")
+    places = shared_places(servers=4, nodes=4, ranks=4, parts=2)
+    lower, upper = (0, 1), (2, 3)
+    assert places == [
+        [(name, gpus, False) for name in pair] for pair in ("ca", "bd") for gpus in (lower, upper)
+    ]  # fmt: skip
+    with pytest.raises(ClusterError, match="2 servers of 4 GPUs do not fit node c, which has 4"):
+        shared_places(servers=4, nodes=4, ranks=8, parts=2)
+
+
 async def test_a_server_that_does_not_start_on_another_machine(cluster: str, tmp_path: Path) -> None:
     plan = SglangPlan(
         (sys.executable, "-c", "exit('Error: no room')"), "model", "float32", {}, 1, 1, 1, cpu=True, key="secret"
@@ -317,6 +345,7 @@ async def test_a_server_that_does_not_start_on_another_machine(cluster: str, tmp
 SHARED = [
     "engine.args.remote_nodes=2", "engine.args.servers=2", "engine.sleep=true", "cluster.nodes=2", "cluster.workers=2",
 ]  # fmt: skip
+OVER_BOTH = ["engine.args={remote_nodes: 2, flags: {tp-size: 2, nnodes: 2}}", *SHARED[2:]]
 
 
 @pytest.mark.long
@@ -326,11 +355,16 @@ SHARED = [
     [
         ["engine.args.remote_nodes=1", "cluster.workers=1"],
         SHARED,
+        OVER_BOTH,
     ],
-    ids=["one of them", "all, shared with workers"],
+    ids=["one of them", "all, shared with workers", "one server over all, shared with workers"],
 )
-def test_a_run_trains_with_servers_on_machines(where: list[str], cluster: str, tmp_path: Path) -> None:
+def test_a_run_trains_with_servers_on_machines(
+    where: list[str], cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trained(cluster, tmp_path, *where)
+    said = " ".join(capsys.readouterr().out.split())
+    assert ("weights: from_tensor (each rank of a server shares" in said) == (where is OVER_BOTH)
     assert "max-running-requests" in (tmp_path / "run" / "sglang_0.log").read_text()
 
 

@@ -114,6 +114,7 @@ class FaultyServer:
         self.adapters: dict[str, Any] = {}
         self.tensors: dict[str, torch.Tensor] = {}  # what was loaded last
         self.takes_adapters = True
+        self.machines = 1
         self.room: int | None = None
         self.version = "default"
         self.paused = False
@@ -151,6 +152,7 @@ class FaultyServer:
                 "device": "cpu",
                 "dtype": "float32",
                 "tp_size": 2,
+                "nnodes": self.machines,
                 "version": "0",
                 "enable_lora": self.takes_adapters,
                 "max_loaded_loras": self.room,

@@ -52,7 +52,7 @@ from agentrl.training.interrupt import Interrupts
 from agentrl.training.run import run_with_restarts
 from agentrl.training.setup import Start, set_up
 from agentrl.weights.group import agree_with_servers
-from agentrl.weights.request import ServerGpus, WeightRequest, WeightResult
+from agentrl.weights.request import ServerRank, WeightRequest, WeightResult, cpu_place
 from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports import shared_memory
 
@@ -484,29 +484,53 @@ def test_a_server_that_shares_a_gpu_is_sent_to_from_it(transport: str, monkeypat
     publisher = RemotePublisher(group, [group])  # type: ignore[arg-type, list-item]
     publisher.open(None, transport)
     urls = ("http://a:0", "http://a:1", "http://b:1")
-    gpus = {urls[0]: ServerGpus("", ("0",)), urls[1]: ServerGpus("", ("1",)), urls[2]: ServerGpus("b", ("1", "2"))}
-    publisher.publish(WeightRequest(urls, 1, gpus=gpus))
+    places = {urls[0]: ranks_at("", "0"), urls[1]: ranks_at("", "1"), urls[2]: ranks_at("b", "12")}
+    publisher.publish(WeightRequest(urls, 1, places=places))
     publisher.sleep(urls)
-    publisher.publish(WeightRequest(("http://a:9",), 2, gpus={"http://a:9": ServerGpus("", ("1",))}))
+    publisher.publish(WeightRequest(("http://a:9",), 2, places={"http://a:9": ranks_at("", "1")}))
     shared = {urls[1]: 1, urls[2]: 3}
     assert group.calls[1:] == [("publish", shared), ("sleep", shared), ("publish", {"http://a:9": 1})]
 
 
 def test_a_server_of_several_gpus_is_fed_on_each_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a worker is on each, by those workers, in the order of the server's ranks; not by one that sends to another
-    server meanwhile."""
+    """Where a worker is on each, by those workers, in the order of the server's ranks, on whichever machines. Not by
+    one that sends to another server meanwhile."""
     monkeypatch.setattr("agentrl.distributed.remote.own_id", lambda: "a")
     group = Machines("aabb")
     for worker, gpu in zip(group.workers, "0101", strict=True):
         worker.gpus = (gpu,)
     publisher = RemotePublisher(group, [group])  # type: ignore[arg-type, list-item]
     urls = ("http://a:0", "http://b:0", "http://c:0")
-    two, other, half = ServerGpus("", ("0", "1")), ServerGpus("b", ("1", "0")), ServerGpus("b", ("1", "7"))
-    publisher.publish(WeightRequest(urls, 1, gpus=dict(zip(urls, (two, other, half), strict=True))))
+    two, other, half = ranks_at("", "01"), ranks_at("b", "10"), ranks_at("b", "17")
+    publisher.publish(WeightRequest(urls, 1, places=dict(zip(urls, (two, other, half), strict=True))))
     assert group.feeders == {urls[0]: (0, 1), urls[1]: (3, 2)}
-    gpus = {urls[0]: two, "http://a:1": ServerGpus("", ("1",))}
-    publisher.publish(WeightRequest(tuple(gpus), 2, gpus=gpus))
+    over = {urls[0]: (*ranks_at("", "1"), *ranks_at("b", "1")), urls[1]: (*ranks_at("", "0"), *ranks_at("b", "0"))}
+    publisher.publish(WeightRequest(urls[:2], 2, places=over))
+    assert group.feeders == {urls[0]: (1, 3), urls[1]: (0, 2)}
+    places = {urls[0]: two, "http://a:1": ranks_at("", "1")}
+    publisher.publish(WeightRequest(tuple(places), 3, places=places))
     assert group.feeders == {}
+
+
+def test_without_gpus_each_rank_of_a_server_is_fed_by_a_worker_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its machine, by their order there."""
+    monkeypatch.setattr("agentrl.distributed.remote.own_id", lambda: "a")
+    group = Machines("aabb")
+    for worker in group.workers:
+        worker.gpus = ()
+    publisher = RemotePublisher(group, [group])  # type: ignore[arg-type, list-item]
+    first, second = cpu_place(0), cpu_place(1)
+    places = {
+        "http://a:0": (ServerRank("a", first), ServerRank("b", first)),
+        "http://a:1": (ServerRank("a", second), ServerRank("b", second)),
+    }
+    publisher.publish(WeightRequest(tuple(places), 1, places=places))
+    assert group.feeders == {"http://a:0": (0, 2), "http://a:1": (1, 3)}
+    assert group.calls[-1] == ("publish", {"http://a:1": 1})
+
+
+def ranks_at(node: str, gpus: str) -> tuple[ServerRank, ...]:
+    return tuple(ServerRank(node, gpu) for gpu in gpus)
 
 
 @pytest.mark.parametrize(("nodes", "transport"), [("aaaa", "auto"), ("aabb", "from_disk")])

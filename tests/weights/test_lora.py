@@ -44,20 +44,23 @@ async def test_a_server_that_does_not_see_our_files_is_sent_the_tensors(session,
     def no_folder() -> Path:
         raise AssertionError("nothing is written for it")
 
-    async with FaultyServer() as near, FaultyServer() as far:
+    async with FaultyServer() as near, FaultyServer() as far, FaultyServer() as wide:
+        wide.machines = 2
         sees = "agentrl.weights.lora.same_host"
         monkeypatch.setattr(sees, lambda url: False)
         channel = LoraChannel([SglangServer(far.url, session)], no_folder)
         await channel.publish(adapter(1))
-        monkeypatch.setattr(sees, lambda url: url == near.url)
-        channel = LoraChannel([SglangServer(s.url, session) for s in (near, far)], lambda: tmp_path, channel)
+        monkeypatch.setattr(sees, lambda url: url != far.url)
+        servers = [SglangServer(s.url, session) for s in (near, far, wide)]
+        channel = LoraChannel(servers, lambda: tmp_path, channel)
         view = [(name, torch.cat([tensor, tensor])[: len(tensor)]) for name, tensor in tensors(2)]
         assert not (await channel.publish(Adapter(2, CONFIG, view))).failed
-        for server, call in ((near, "/load_lora_adapter"), (far, "/load_lora_adapter_from_tensors")):
+        by_value = "/load_lora_adapter_from_tensors"
+        for server, call in ((near, "/load_lora_adapter"), (far, by_value), (wide, by_value)):
             assert {c for c in server.calls if "/load_lora" in c} == {call}
             held = server.adapters[channel.names[server.url]]
             assert all(torch.equal(held[name], tensor) for name, tensor in tensors(2))
-            assert all(t.untyped_storage().nbytes() == t.nbytes for t in held.values() if server is far)
+            assert all(t.untyped_storage().nbytes() == t.nbytes for t in held.values() if server is not near)
 
 
 async def test_what_requests_sample_from_stays_while_there_is_room(session, tmp_path):

@@ -132,14 +132,16 @@ async def test_shards_arrive_whole_and_a_failure_holds_up_no_rank(whole: Workers
 class TwoRanks(FaultyServer):
     """A server of two ranks, each of which opens what is meant for it. memory: names of what they opened."""
 
-    def __init__(self, dtype: str = "float32") -> None:
+    def __init__(self, dtype: str = "float32", machines: int = 1) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.dtype, self.machines = dtype, machines
         self.memory: list[list[str]] = []
 
     def _do(self, path: str, body: Any) -> web.Response:
         if path == "/server_info":
-            return web.json_response({"device": "cpu", "dtype": self.dtype, "tp_size": 2, "version": "0"})
+            return web.json_response(
+                {"device": "cpu", "dtype": self.dtype, "tp_size": 2, "nnodes": self.machines, "version": "0"}
+            )
         if path != "/update_weights_from_tensor":
             return super()._do(path, body)
         first, second = (opened(payload) for payload in body["serialized_named_tensors"])
@@ -178,6 +180,23 @@ async def test_each_rank_of_a_server_is_fed_by_the_worker_on_its_gpu(whole: Work
         fed.memory.clear()
         assert (await whole.call("publish", request)).failed == {}
         assert len(set(fed.memory.pop())) == 2
+
+
+async def test_a_server_of_two_machines_that_sleeps_is_fed_on_each(whole: Workers):
+    """The call that puts it to sleep opens the channel, before anybody says who feeds it."""
+    async with TwoRanks(machines=2) as server:
+        assert await whole.call("sleep", [server.url]) == {}
+        request = WeightRequest((server.url,), 3, feeders={server.url: (0, 1)})
+        (result, _) = await whole.answers("publish", request)
+        assert result.failed == {}
+        (line,) = result.messages
+        assert line.startswith("weights: from_tensor (each rank of a server shares a GPU, or")
+        same(server.tensors, state(0))
+        assert len(set(server.memory.pop())) == 2
+        assert server.calls.count("/resume_memory_occupation") == 2  # the weights' memory, then the rest
+        await whole.call("open", None, "from_tensor")
+        failed = (await whole.call("publish", replace(request, feeders={}))).failed
+        assert "computes on 2 machines: from_tensor takes a rank of the trainer at the place" in failed[server.url]
 
 
 async def test_a_rank_that_cannot_feed_holds_up_nobody(whole: Workers):

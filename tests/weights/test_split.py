@@ -224,24 +224,16 @@ class Pipeline(FaultyServer):
         return super()._do(path, body)
 
 
-class OverMachines(FaultyServer):
-    machines = 2
-
-    def _do(self, path: str, body: Any) -> web.Response:
-        if path == "/server_info":
-            return web.json_response(
-                {"device": "cpu", "dtype": "float32", "tp_size": 2, "nnodes": self.machines, "version": "0"}
-            )
-        return super()._do(path, body)
-
-
-@pytest.mark.parametrize(("machines", "transport"), [(2, "from_distributed"), (1, "from_tensor")])
-async def test_a_server_over_machines_is_sent_to_by_a_group_wherever_its_first_one_is(
-    machines: int, transport: str, session: Any
+@pytest.mark.parametrize(
+    ("machines", "fed", "transport"),
+    [(2, False, "from_distributed"), (2, True, "from_tensor"), (1, False, "from_tensor")],
+)
+async def test_a_server_over_machines_is_sent_to_by_a_group_unless_it_is_fed_on_each(
+    machines: int, fed: bool, transport: str, session: Any
 ) -> None:
-    async with OverMachines() as server:
+    async with FaultyServer() as server:
         server.machines = machines
-        assert (await SglangServer(server.url, session).transport(near=True))[0] == transport
+        assert (await SglangServer(server.url, session).transport(near=not fed, fed=fed))[0] == transport
 
 
 @pytest.mark.parametrize("transport", ["auto", "from_disk"])

@@ -156,7 +156,13 @@ class ServerEngine(Engine):
                 *unable,
             ]
         if given.parts > 1 and recipe.engine.sleep:
-            unable = ["engine.sleep: servers over several machines (engine.args.flags.nnodes) have GPUs alone", *unable]
+            ranks = given.servers * cls.kind.launched(given.servers, plain_flags(given.flags)).ranks
+            if ranks > recipe.cluster.size:
+                unable = [
+                    "engine.sleep: each rank of a server over several machines (engine.args.flags.nnodes) gets its "
+                    f"weights from a worker at its place: {ranks} ranks, {recipe.cluster.size} workers",
+                    *unable,
+                ]
         sharded = recipe.cluster.workers > 1
         refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu, sharded=sharded)
         if recipe.algorithm.routing_replay and not gpu and not given.remote_nodes:

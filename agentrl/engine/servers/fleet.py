@@ -135,8 +135,8 @@ class Fleet:
 
     def _know(self, server: LaunchedServer) -> None:
         """Say where the server at this address is: who shares its GPU sends to it."""
-        if server.gpus is not None:
-            self.sync.gpus[server.url] = server.gpus
+        if server.places:
+            self.sync.places[server.url] = server.places
 
     def _launched_where(self) -> str:
         if self._remote is not None:

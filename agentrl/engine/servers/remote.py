@@ -26,16 +26,18 @@ from agentrl.engine.servers.launch import LaunchPlan, Part
 from agentrl.engine.servers.server import POLL_SECONDS, LaunchedServer, Server, free_port
 from agentrl.errors import UserError
 from agentrl.models.download import DOWNLOADING
-from agentrl.weights.request import ServerGpus
+from agentrl.weights.request import ServerRank, cpu_place
 
+Started = tuple[str, str, tuple[ServerRank, ...]]
+"""URL of a server, why it did not start (empty: it serves), and where its ranks are, as far as it is known."""
 REASON_SECONDS = 5.0
 """Time for another machine to say why a server ended, or to move its log."""
 
 
 class ServerHost:
     """The actor of one server. plan: as the controller made it. environment: variables of the controller that servers
-    anywhere get. log: file for its output, on this machine. shared: the GPUs that it shares with workers (None: those
-    that Ray gave the actor)."""
+    anywhere get. log: file for its output, on this machine. shared: the GPUs that it shares with workers, or its places
+    among theirs where they have none, `cpu` (None: it has what Ray gave the actor)."""
 
     def __init__(
         self,
@@ -44,17 +46,20 @@ class ServerHost:
         log: str,
         environment: dict[str, str],
         shared: Sequence[int] | None = None,
+        cpu: bool = False,
     ) -> None:
         import ray
 
         os.environ.update(environment)
         given = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
-        devices = range(len(given)) if shared is None else shared
+        numbers = range(len(given)) if shared is None else shared
+        devices = () if cpu else numbers
         here = replace(
             plan, listen=ray.util.get_node_ip_address(), devices=[devices] * (index + 1), cpu=not len(devices)
         )
-        names = given if shared is None else names_of(shared)
-        self._gpus = ServerGpus(ray.get_runtime_context().get_node_id(), tuple(map(str, names)))
+        names = map(cpu_place, numbers) if cpu else map(str, given) if shared is None else names_of(numbers)
+        node = ray.get_runtime_context().get_node_id()
+        self._places = tuple(ServerRank(node, name) for name in names)
         self._sessions = Sessions(here.key)
         self._plan, self._index, self._log = here, index, Path(log)
         self._server = Server(here, index, self._log, self._sessions)
@@ -64,15 +69,15 @@ class ServerHost:
         """An address of this machine that is free."""
         return url_of(self._plan.host, free_port(self._plan.host)).removeprefix("http://")
 
-    async def start(self, timeout: float, part: Part | None) -> tuple[str, str, ServerGpus]:
+    async def start(self, timeout: float, part: Part | None) -> "Started":
         """Start the server, or this machine's part of it; return its URL, why it did not start (empty: it serves), and
-        its GPUs."""
+        where its ranks are."""
         self._server = Server(replace(self._plan, part=part), self._index, self._log, self._sessions)
         try:
             await self._server.start(timeout, self._do)
         except UserError as error:
-            return "", str(error), self._gpus
-        return self._server.url, "", self._gpus
+            return "", str(error), ()
+        return self._server.url, "", self._places
 
     def _do(self, line: str) -> None:
         self._doing = line
@@ -102,8 +107,8 @@ class ServerHost:
 
 class RemoteNodes:
     """The machines of a cluster, other than this one, that `servers` servers are spread over, and what is reserved
-    there for them until `close`. shared: all machines with GPUs, this one too if it has any; nothing is reserved, since
-    the workers' GPUs are the servers' too, from the first on.
+    there for them until `close`. shared: all machines with GPUs, this one too if it has any, or as many on CPUs;
+    nothing is reserved, since the workers' GPUs are the servers' too, from the first on.
 
     address: of the cluster. ranks: GPUs of each server, where the machines have any; else it computes on CPUs. parts:
     machines that each server computes on, which divides nodes, and nodes servers x parts. Raises UserError: the cluster
@@ -118,7 +123,7 @@ class RemoteNodes:
             if not Session.reachable():
                 self._stack.enter_context(Session(address))
             if shared:
-                self._places = _shared_places(servers, nodes, ranks)
+                self._places = shared_places(servers, nodes, ranks, parts)
                 return
             gpu = any(node.total.get("GPU", 0.0) >= 1.0 for node in cluster_nodes() if node.id != own_id())
             pool = ResourcePool(servers * parts, nodes, gpu=gpu, each=ranks // parts, elsewhere=True)
@@ -140,9 +145,9 @@ class RemoteNodes:
         if self._pool is not None:
             where = self._pool.place(self._first_node[index] + rank)
         else:
-            node, devices = self._places[index]
+            node, *shared = self._places[index][rank]
             where = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-            args = (*args, devices)
+            args = (*args, *shared)
         return ray.remote(ServerHost).options(max_restarts=0, **where).remote(*args)
 
     def close(self) -> None:
@@ -150,9 +155,10 @@ class RemoteNodes:
         self._stack.close()
 
 
-def _shared_places(servers: int, nodes: int, ranks: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Ray's name of the machine of each server, and its GPUs there (none: it computes on CPUs). Raises ClusterError
-    where these are not as many machines as the workers are on, or one has too few GPUs."""
+def shared_places(servers: int, nodes: int, ranks: int, parts: int) -> list[list[tuple[str, tuple[int, ...], bool]]]:
+    """For each part of each server Ray's name of its machine, its GPUs there, and whether there are none: then they
+    are its places among the workers. Raises ClusterError where these are not as many machines as the workers are on,
+    or one has too few GPUs."""
     found = cluster_nodes()
     on_gpus = [node for node in found if node.total.get("GPU", 0.0) >= 1.0]
     machines = sorted(on_gpus or found, key=lambda node: (node.id != own_id(), node.id))
@@ -162,11 +168,14 @@ def _shared_places(servers: int, nodes: int, ranks: int) -> list[tuple[str, tupl
             "servers that share the workers' GPUs (engine.sleep) are launched on all machines of the cluster with "
             f"GPUs, of which there are {len(machines)}: set remote_nodes and cluster.nodes to that"
         )
-    places: list[tuple[str, tuple[int, ...]]] = []
-    for node, count in zip(machines, spread(servers, nodes), strict=True):
-        if on_gpus and (there := int(node.total["GPU"])) < count * ranks:
-            raise ClusterError(f"{count} servers of {ranks} GPUs do not fit node {node.address}, which has {there}")
-        places += [(node.id, tuple(range(i * ranks, (i + 1) * ranks)) if on_gpus else ()) for i in range(count)]
+    groups, each = [machines[i : i + parts] for i in range(0, nodes, parts)], ranks // parts
+    places: list[list[tuple[str, tuple[int, ...], bool]]] = []
+    for group, count in zip(groups, spread(servers, len(groups)), strict=True):
+        for node in group:
+            if on_gpus and (there := int(node.total["GPU"])) < count * each:
+                raise ClusterError(f"{count} servers of {each} GPUs do not fit node {node.address}, which has {there}")
+        for i in range(count):
+            places.append([(node.id, tuple(range(i * each, (i + 1) * each)), not on_gpus) for node in group])
     return places
 
 
@@ -179,7 +188,7 @@ class RemoteServer(LaunchedServer):
         self._actors: list[Any] = []
         self._ended: list[Any] = []  # Ray's references to the reasons why its parts ended
         self.log, self.url = log, ""
-        self.gpus: ServerGpus | None = None
+        self.places: tuple[ServerRank, ...] = ()
 
     @property
     def running(self) -> bool:
@@ -206,7 +215,7 @@ class RemoteServer(LaunchedServer):
                     )
                 phase(doing := await self._doing(waited))
                 begun = time.monotonic() if doing.startswith(DOWNLOADING) else begun
-            self.url, why, gpus = starting.result()
+            self.url, why, places = starting.result()
         except UserError:
             self.kill()
             raise
@@ -215,14 +224,14 @@ class RemoteServer(LaunchedServer):
         if why:
             self.kill()
             raise UserError(f"{why}, on another machine")
-        self.gpus = gpus if gpus.names else None
+        self.places = places
         self._ended = [actor.ended.remote() for actor in self._actors]
 
-    async def _start(self, timeout: float) -> tuple[str, str, ServerGpus]:
-        """Start all parts; what the first says once all serve, or one that does not start."""
+    async def _start(self, timeout: float) -> Started:
+        """Start all parts; what the first says once all serve, with the places of all, or one that does not start."""
         first, count = self._actors[0], len(self._actors)
         meeting = await _answer(first.meeting.remote()) if count > 1 else ""
-        asked: list[asyncio.Future[tuple[str, str, ServerGpus]]] = [
+        asked: list[asyncio.Future[Started]] = [
             asyncio.ensure_future(_answer(actor.start.remote(timeout, Part(rank, count, meeting) if meeting else None)))
             for rank, actor in enumerate(self._actors)
         ]
@@ -230,7 +239,7 @@ class RemoteServer(LaunchedServer):
             for done in asyncio.as_completed(asked):
                 if (said := await done)[1]:
                     return said
-            return asked[0].result()
+            return (*asked[0].result()[:2], tuple(place for one in asked for place in one.result()[2]))
         finally:
             for one in asked:
                 one.cancel()

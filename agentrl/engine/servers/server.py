@@ -19,7 +19,7 @@ from agentrl.engine.servers.launch import LaunchPlan
 from agentrl.errors import UserError
 from agentrl.models.download import download
 from agentrl.recipe.secrets import masked_words
-from agentrl.weights.request import ServerGpus
+from agentrl.weights.request import ServerRank
 
 POLL_SECONDS = 0.5
 HEALTH_SECONDS = 25.0
@@ -39,8 +39,8 @@ class LaunchedServer(Protocol):
     """File with its output, on its machine."""
     url: str
     """Its address; empty before it was started."""
-    gpus: ServerGpus | None
-    """Its GPUs; None: it has none, or they are not known."""
+    places: tuple[ServerRank, ...]
+    """Where each of its ranks is; empty: not known."""
 
     @property
     def running(self) -> bool:
@@ -81,7 +81,7 @@ class Server(LaunchedServer):
         self._log_start = 0
         self.url = ""
         devices = plan.devices[index] if index < len(plan.devices) else ()
-        self.gpus = ServerGpus("", tuple(names_of(devices))) if devices else None
+        self.places = tuple(ServerRank("", name) for name in names_of(devices))
 
     @property
     def running(self) -> bool:

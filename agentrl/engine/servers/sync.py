@@ -15,7 +15,7 @@ from agentrl.engine.servers.client import Client, ServerError, Sessions
 from agentrl.errors import UserError
 from agentrl.models.load import embeddings
 from agentrl.weights.publisher import Sender
-from agentrl.weights.request import ServerGpus, WeightContent, WeightPublisher, WeightRequest, WeightResult
+from agentrl.weights.request import ServerRank, WeightContent, WeightPublisher, WeightRequest, WeightResult
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,8 +48,8 @@ class Sync:
         self.adapted = False
         self.nccl: str | None = None
         """Version of NCCL in launched servers; None: not known."""
-        self.gpus: dict[str, ServerGpus] = {}
-        """URL -> GPUs of launched servers."""
+        self.places: dict[str, tuple[ServerRank, ...]] = {}
+        """URL -> where each rank of a launched server is."""
 
     @property
     def ready(self) -> bool:
@@ -136,8 +136,8 @@ class Sync:
     async def _publish(self, request: WeightRequest) -> dict[str, str]:
         result: WeightResult
         if self._publisher is not None:
-            known = {url: self.gpus[url] for url in request.urls if url in self.gpus}
-            result = await in_thread(self._publisher.publish, replace(request, gpus=known))
+            known = {url: self.places[url] for url in request.urls if url in self.places}
+            result = await in_thread(self._publisher.publish, replace(request, places=known))
         else:
             self._sender.nccl = self.nccl
             result = await self._sender.send(request)

@@ -23,7 +23,7 @@ from agentrl.containment.threads import in_thread
 from agentrl.models.load import on_gpu
 from agentrl.recipe.schema import Recipe
 from agentrl.weights.feed import Feed
-from agentrl.weights.server import WeightServer
+from agentrl.weights.server import WeightServer, WeightUpdateError
 from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed_buckets
 from agentrl.weights.transports.base import Failures, each
 
@@ -115,11 +115,16 @@ async def _load(
     """The servers that took a bucket."""
 
     async def load(server: WeightServer) -> None:
-        ranks = (await server.facts()).ranks  # each opens the bucket itself
-        if feed is not None and feed.serves(server.url, ranks):
+        facts = await server.facts()
+        if feed is not None and feed.serves(server.url, facts.ranks):
             payloads = await in_thread(feed.offers, server.url, index, payload())
+        elif facts.machines > 1:
+            raise WeightUpdateError(
+                f"{server.url} computes on {facts.machines} machines: from_tensor takes a rank of the trainer at the "
+                "place of each of its ranks; leave engine.args.weights at auto"
+            )
         else:
-            payloads = [payload() for _ in range(ranks)]
+            payloads = [payload() for _ in range(facts.ranks)]  # each opens the bucket itself
         await server.load_tensors(payloads, flush)
 
     took = await each(servers, load, failures)

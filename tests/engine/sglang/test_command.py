@@ -298,3 +298,9 @@ def test_servers_on_other_machines_need_a_cluster_and_no_place_of_their_own(tmp_
     lines = SglangEngine.missing(Recipe.model_validate({"env": {"name": "gsm8k"}, "engine": engine}))
     assert lines[0].endswith("lie on their machines: engine.args.remote_nodes is 2, and cluster.nodes 1")
     assert lines[1].startswith("engine.args.remote_nodes: ")
+    engine["args"] = args | {"flags": {"nnodes": 2, "tp-size": 2}}
+    for workers, refused in ((3, 1), (4, 0)):
+        cluster = {"address": "127.0.0.1:6379", "nodes": 2, "workers": workers}
+        recipe = Recipe.model_validate({"env": {"name": "gsm8k"}, "engine": engine, "cluster": cluster})
+        lines = [line for line in SglangEngine.missing(recipe) if "nnodes" in line]
+        assert [line.endswith("from a worker at its place: 4 ranks, 3 workers") for line in lines] == [True] * refused

@@ -47,7 +47,8 @@ class VllmServer(WeightServer):
         return self._facts
 
     async def transport(self, near: bool, fed: bool = False) -> tuple[str, str]:
-        engine = (await self.facts()).transfer
+        engine, machines = (await self.facts()).transfer, (await self.facts()).machines
+        near = near and machines == 1
         if (near or fed) and engine == "ipc":
             return "from_tensor", f"servers open memory of the trainer's GPU; {UNTRIED}"
         apart = await self._apart()
@@ -56,9 +57,9 @@ class VllmServer(WeightServer):
         if near:
             return "from_disk", "through a folder, which servers of this machine read"
         start = apart if engine == "nccl" else """start it with --weight-transfer-config '{"backend": "nccl"}'"""
+        lacking = "does not see this machine's files" if machines == 1 else f"computes on {machines} machines"
         raise WeightUpdateError(
-            f"{self.url} does not see this machine's files: {start}, or share a folder (TMPDIR) and say "
-            "engine.args.weights=from_disk"
+            f"{self.url} {lacking}: {start}, or share a folder (TMPDIR) and say engine.args.weights=from_disk"
         )
 
     async def pause(self, mode: PauseMode) -> None:
@@ -199,6 +200,7 @@ def facts_in(info: Mapping[str, Json]) -> Facts:
             adapters=None if lora is None else lora.get("max_cpu_loras"),
             transfer=None if transfer is None else str(transfer),
             nccl=_nccl_in(info.get("system_env")),
+            machines=int(parallel.get("nnodes") or 1),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise WeightUpdateError(f"its /server_info is not that of vLLM: {error!r}") from error

@@ -26,6 +26,7 @@ from agentrl.cluster.session import GRACE_SECONDS, Session
 from agentrl.containment.process_tree import ProcessTree
 from agentrl.engine.servers.remote import RemoteNodes, RemoteServer, shared_places
 from agentrl.engine.sglang.command import SglangPlan
+from agentrl.engine.vllm.command import VllmPlan
 from agentrl.errors import UserError
 from agentrl.training.run import train
 from agentrl.weights.request import ServerRank, cpu_place
@@ -302,6 +303,38 @@ async def test_a_server_over_two_machines(cluster: str, tmp_path: Path) -> None:
         nodes.close()
 
 
+async def test_a_part_that_answers_nothing_is_a_part_of_its_server(cluster: str, tmp_path: Path) -> None:
+    """vLLM's parts beside the first serve nothing: one is there as long as its process is."""
+    joined = tmp_path / "joined"
+    silent = (
+        f"import os, sys, time\nif '--headless' in sys.argv: {{}}\n"
+        f"while not os.path.exists({str(joined)!r}): time.sleep(0.05)\n{SERVES}"
+    )
+    flags = {"tensor-parallel-size": 2, "nnodes": 2}
+    waits = f"print('serving as', os.getpid(), flush=True); open({str(joined)!r}, 'w'); time.sleep(600)"
+    ends = "sys.exit('Error: no room')"
+    plans = [
+        VllmPlan((sys.executable, "-c", silent.format(what)), "m", "float32", flags, 1, 1, 1, cpu=True, key="k")
+        for what in (waits, ends)
+    ]
+    with Session(address=cluster):
+        nodes = RemoteNodes(cluster, servers=1, nodes=2, ranks=2, shared=True, parts=2)
+        server = RemoteServer(nodes, plans[0], 0, tmp_path / "server.log")
+        await server.start(SECONDS, lambda line: None)
+        assert server.running
+        said = [tmp_path / name for name in ("server.log", "server_node_1.log")]
+        meetings = [re.search(r"--master-addr (\S+) --master-port (\d+)", log.read_text()) for log in said]
+        assert len({meeting and meeting.groups() for meeting in meetings}) == 1
+        os.kill(served_by(said[1]), signal.SIGKILL)
+        until(lambda: not server.running)
+        assert server.reason() == f"the command ended with exit code -9 (log: {said[1]})"
+        await server.stop()
+        joined.unlink()
+        with pytest.raises(UserError, match=r"Error: no room \(log: .*_node_1\.log\), on another machine"):
+            await RemoteServer(nodes, plans[1], 0, tmp_path / "server.log").start(SECONDS, lambda line: None)
+        nodes.close()
+
+
 async def test_servers_over_two_machines_share_them_with_workers(cluster: str, tmp_path: Path) -> None:
     """Each has a rank on each machine, at a place of its own, and with it a worker that feeds it."""
     flags = {"tp-size": 2, "nnodes": 2}
@@ -346,6 +379,11 @@ SHARED = [
     "engine.args.remote_nodes=2", "engine.args.servers=2", "engine.sleep=true", "cluster.nodes=2", "cluster.workers=2",
 ]  # fmt: skip
 OVER_BOTH = ["engine.args={remote_nodes: 2, flags: {tp-size: 2, nnodes: 2}}", *SHARED[2:]]
+VLLM_OVER_BOTH = [
+    "engine.name=vllm",
+    "engine.args={remote_nodes: 2, flags: {tensor-parallel-size: 2, nnodes: 2}, weights: from_disk}",
+    *SHARED[2:],
+]
 
 
 @pytest.mark.long
@@ -376,6 +414,13 @@ def test_a_run_trains_with_a_server_over_two_machines(cluster: str, tmp_path: Pa
             until(lambda: len(cluster_nodes()) == 3)
         trained(cluster, tmp_path, "cluster.workers=1", "engine.args={remote_nodes: 2, flags: {tp-size: 2, nnodes: 2}}")
         assert "--node-rank 1" in (tmp_path / "run" / "sglang_0_node_1.log").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("vllm_venv")
+def test_a_run_trains_with_a_vllm_server_over_two_machines(cluster: str, tmp_path: Path) -> None:
+    trained(cluster, tmp_path, *VLLM_OVER_BOTH)
+    assert "--headless" in (tmp_path / "run" / "vllm_0_node_1.log").read_text()
 
 
 def trained(cluster: str, folder: Path, *overrides: str) -> None:

@@ -54,12 +54,12 @@ class TransferServer:
         self.worker, self.backend, self.packages = worker, backend, packages
         self.fails: set[tuple[str, int]] = set()
         self.calls: list[str] = []
-        self.version = ""
+        self.version, self.machines = "", 1
 
     async def info(self, request: web.Request) -> web.Response:
         config = {
             "model_config": {"dtype": "torch.float16"}, "lora_config": None,
-            "parallel_config": {"world_size": self.worker.ranks},
+            "parallel_config": {"world_size": self.worker.ranks, "nnodes": self.machines},
             "device_config": {"device": "cuda"}, "weight_transfer_config": self.backend and {"backend": self.backend},
         }  # fmt: skip
         return web.json_response({"vllm_config": config, "system_env": {"pip_packages": self.packages}})
@@ -286,6 +286,26 @@ async def test_how_weights_travel(
                 return
             await (await opening).close()
     assert said[0].startswith(f"weights: {chosen}")
+
+
+@pytest.mark.parametrize(
+    ("backend", "fed", "chosen"),
+    [(None, False, None), ("ipc", False, None), ("ipc", True, "from_tensor"), ("nccl", False, "from_distributed")],
+)
+async def test_how_weights_travel_to_a_server_over_machines(
+    backend: Any, fed: bool, chosen: Any, session: Any, monkeypatch: Any
+) -> None:
+    """Not all of them read this machine's folder, or open its memory, although the first one does."""
+    server = TransferServer(StandInWorker(""), backend, NCCL + "2.29.7")
+    server.machines = 2
+    async with served(server) as urls:
+        with gpu(monkeypatch):
+            asked = VllmServer(urls[0], session).transport(near=True, fed=fed)
+            if chosen is not None:
+                assert (await asked)[0] == chosen
+                return
+            with pytest.raises(WeightUpdateError, match="computes on 2 machines: start it with --weight-transfer-"):
+                await asked
 
 
 async def test_versions_of_nccl_that_do_not_connect_are_named_where_the_recipe_asks(

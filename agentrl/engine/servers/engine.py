@@ -163,7 +163,7 @@ class ServerEngine(Engine):
                     f"weights from a worker at its place: {ranks} ranks, {recipe.cluster.size} workers",
                     *unable,
                 ]
-        sharded = recipe.cluster.workers > 1
+        sharded = recipe.cluster.size > 1
         refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu, sharded=sharded)
         if recipe.algorithm.routing_replay and not gpu and not given.remote_nodes:
             refused.append(

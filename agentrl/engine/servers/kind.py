@@ -126,13 +126,17 @@ class ServerKind(ABC):
         """List what of the settings of launched servers starts well and fails later. sleep: servers release their
         memory. lora: an adapter is trained, and sent alone. gpus: servers run on GPUs. sharded: the trainer has a
         process on each GPU that it uses."""
-        found = []
+        found, flags = [], plain_flags(settings.flags)
+        if (ranks := self.launched(settings.servers, flags).ranks) % settings.parts:
+            found.append(
+                f"engine.args.flags.nnodes: {settings.parts} machines cannot share the {ranks} GPUs of a server evenly"
+            )
         if gpus and sleep and settings.weights == "from_distributed":
             found.append(
                 "engine.args.weights=from_distributed: NCCL connects no two processes that share a GPU (engine.sleep); "
                 "leave it at auto"
             )
-        quantization = plain_flags(settings.flags).get("quantization")
+        quantization = flags.get("quantization")
         if quantization and not lora and quantization not in self.requantized:
             found.append(
                 f"engine.args.flags.quantization: weights of {quantization} cannot be replaced by the trainer's while "

@@ -117,6 +117,11 @@ class LaunchPlan(ABC):
         return None if value is None else str(value)
 
     @property
+    def answers(self) -> bool:
+        """Whether what is launched answers calls, by which it is known to have started."""
+        return True
+
+    @property
     @abstractmethod
     def adapted(self) -> bool:
         """Whether the servers take the run's adapter."""

@@ -28,8 +28,8 @@ from agentrl.errors import UserError
 from agentrl.models.download import DOWNLOADING
 from agentrl.weights.request import ServerRank, cpu_place
 
-Started = tuple[str, str, tuple[ServerRank, ...]]
-"""URL of a server, why it did not start (empty: it serves), and where its ranks are, as far as it is known."""
+Started = tuple[str, str]
+"""URL of a server, and why it did not start (empty: it serves)."""
 REASON_SECONDS = 5.0
 """Time for another machine to say why a server ended, or to move its log."""
 
@@ -70,14 +70,20 @@ class ServerHost:
         return url_of(self._plan.host, free_port(self._plan.host)).removeprefix("http://")
 
     async def start(self, timeout: float, part: Part | None) -> "Started":
-        """Start the server, or this machine's part of it; return its URL, why it did not start (empty: it serves), and
-        where its ranks are."""
-        self._server = Server(replace(self._plan, part=part), self._index, self._log, self._sessions)
+        """Start the server, or this machine's part of it; of one that answers nothing return when it has ended."""
+        plan = replace(self._plan, part=part)
+        self._server = Server(plan, self._index, self._log, self._sessions)
         try:
             await self._server.start(timeout, self._do)
         except UserError as error:
-            return "", str(error), ()
-        return self._server.url, "", self._places
+            return "", str(error)
+        if plan.answers:
+            return self._server.url, ""
+        return "", await self.ended()
+
+    async def places(self) -> tuple[ServerRank, ...]:
+        """Where its ranks on this machine are, as far as it is known."""
+        return self._places
 
     def _do(self, line: str) -> None:
         self._doing = line
@@ -215,7 +221,9 @@ class RemoteServer(LaunchedServer):
                     )
                 phase(doing := await self._doing(waited))
                 begun = time.monotonic() if doing.startswith(DOWNLOADING) else begun
-            self.url, why, places = starting.result()
+            self.url, why = starting.result()
+            known = [await _answer(actor.places.remote()) for actor in self._actors]
+            self.places = tuple(place for of in known for place in of)
         except UserError:
             self.kill()
             raise
@@ -224,22 +232,26 @@ class RemoteServer(LaunchedServer):
         if why:
             self.kill()
             raise UserError(f"{why}, on another machine")
-        self.places = places
         self._ended = [actor.ended.remote() for actor in self._actors]
 
     async def _start(self, timeout: float) -> Started:
-        """Start all parts; what the first says once all serve, with the places of all, or one that does not start."""
+        """Start all parts; what the first says once all serve that answer, or one that does not start."""
         first, count = self._actors[0], len(self._actors)
         meeting = await _answer(first.meeting.remote()) if count > 1 else ""
+        parts = [Part(rank, count, meeting) if meeting else None for rank in range(count)]
         asked: list[asyncio.Future[Started]] = [
-            asyncio.ensure_future(_answer(actor.start.remote(timeout, Part(rank, count, meeting) if meeting else None)))
-            for rank, actor in enumerate(self._actors)
+            asyncio.ensure_future(_answer(actor.start.remote(timeout, part)))
+            for actor, part in zip(self._actors, parts, strict=True)
         ]
+        answering = [one for one, part in zip(asked, parts, strict=True) if replace(self._plan, part=part).answers]
         try:
-            for done in asyncio.as_completed(asked):
-                if (said := await done)[1]:
-                    return said
-            return (*asked[0].result()[:2], tuple(place for one in asked for place in one.result()[2]))
+            while not all(one.done() for one in answering):
+                done, _ = await asyncio.wait(
+                    [one for one in asked if not one.done()], return_when=asyncio.FIRST_COMPLETED
+                )
+                if refusal := next((one.result() for one in done if one.result()[1]), None):
+                    return refusal
+            return asked[0].result()
         finally:
             for one in asked:
                 one.cancel()

@@ -89,7 +89,8 @@ class Server(LaunchedServer):
         return self._tree is not None and self._tree.running
 
     async def start(self, timeout: float, phase: Callable[[str], None]) -> None:
-        """Launch it and wait until it serves. phase: called with what it does, twice a second.
+        """Launch it and wait until it serves; one that answers nothing (`LaunchPlan.answers`) is launched only. phase:
+        called with what it does, twice a second.
 
         What this machine lacks of the model is fetched first, which does not count. Raises UserError when it ends
         instead, or takes more than `timeout` seconds: then nothing of it is left.
@@ -98,6 +99,8 @@ class Server(LaunchedServer):
             await in_thread(download, name, phase)
         for attempt in range(1, _STARTS + 1):
             self._launch(free_port(self._plan.host))
+            if not self._plan.answers:
+                return
             try:
                 await self._ready(timeout, phase)
                 return

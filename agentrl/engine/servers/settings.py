@@ -82,7 +82,7 @@ class Settings:
                 f"engine.args.remote_nodes is {self.remote_nodes}; with engine.args.flags.nnodes={self.parts} it is a "
                 f"multiple of that, and engine.args.servers x nnodes ({most}) a multiple of it"
             )
-        for flag in ("host", "base-gpu-id", "node-rank", "dist-init-addr"):
+        for flag in ("host", "base-gpu-id", "node-rank", "dist-init-addr", "master-addr", "master-port", "headless"):
             if self.remote_nodes and flag in plain_flags(self.flags):
                 raise UserError(
                     f"engine.args.flags.{flag}: leave it out; with remote_nodes, Ray says where servers run"

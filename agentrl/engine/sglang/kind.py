@@ -54,10 +54,6 @@ class SglangKind(ServerKind):
                 "engine.args.flags.pp-size: SGLang answers before all stages of a pipeline have loaded weights; set "
                 f"engine.args.flags.tp-size={stages * tensors_of(flags)} instead"
             )
-        if (ranks := ranks_of(flags)) % settings.parts:
-            found.append(
-                f"engine.args.flags.nnodes: {settings.parts} machines cannot share the {ranks} GPUs of a server evenly"
-            )
         if flags.get("quantization") == "fp8" and not lora and flags.get("load-format") != "flash_rl":
             found.append(
                 "engine.args.flags.quantization: SGLang quantizes the trainer's weights as they come only where it was "

@@ -42,6 +42,10 @@ class VllmPlan(LaunchPlan):
     """See `LaunchPlan.program`."""
 
     @property
+    def answers(self) -> bool:
+        return self.part is None or self.part.rank == 0
+
+    @property
     def adapted(self) -> bool:
         enabled = self._given().get("enable-lora", True)
         return self.adapter is not None and self.adapter.unknown is None and enabled is True
@@ -62,6 +66,10 @@ class VllmPlan(LaunchPlan):
             # a model that may write any white space may write it for ever
             "structured-outputs-config": json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
         }
+        if self.part is not None:
+            address, _, meeting_port = self.part.meeting.rpartition(":")
+            flags |= {"nnodes": self.part.count, "node-rank": self.part.rank, "headless": not self.answers}
+            flags |= {"master-addr": address.strip("[]"), "master-port": meeting_port}
         if self.key is not None:
             flags["middleware"] = "agentrl_guard.RequireKey"
         if self._packs_again:
@@ -88,6 +96,8 @@ class VllmPlan(LaunchPlan):
             ours["TORCHDYNAMO_DISABLE"] = "1"  # compiling its sampler takes up to 40 seconds
         elif VISIBLE not in self.env:
             ours[VISIBLE] = ",".join(names_of(self._devices(index)))
+        if self.part is not None:
+            ours["VLLM_HOST_IP"] = self.host  # by which the other parts reach this one
         if self.weights == "from_tensor":
             ours["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its calls carry pickled handles of GPU memory
         if Path(self.model_path).is_dir():

@@ -61,10 +61,10 @@ class VllmKind(ServerKind):
                 "engine.args.weights=from_tensor: vLLM opens memory of its own GPUs alone, so the trainer has to share "
                 "each of them (engine.sleep), with a worker on each if there are several (cluster); leave it at auto"
             )
-        if settings.parts > 1:
+        if settings.parts > 1 and settings.weights == "auto":
             found.append(
-                "engine.args.flags.nnodes: a run launches no vLLM server over several machines; start it yourself, and "
-                "name it in engine.args.urls"
+                f"engine.args.weights: set {'from_tensor' if sleep else 'from_distributed'} for a vLLM server over "
+                "several machines (nnodes), or from_disk where all of them see one folder (TMPDIR)"
             )
         return found
 
@@ -98,7 +98,7 @@ class VllmKind(ServerKind):
                     rank=None if lora is None else int(lora["max_lora_rank"]),
                     targets=frozenset((lora or {}).get("target_modules") or ()),
                     replicas=int(config["parallel_config"].get("data_parallel_size") or 1),
-                    files=near,
+                    files=near and int(config["parallel_config"].get("nnodes") or 1) == 1,
                 ),
                 dtype=str(model.get("dtype") or "").removeprefix("torch."),
             )

@@ -19,7 +19,8 @@ from torch.distributed import HashStore
 from vllm_transfer import UUID, Exports, GlooNccl, RealWorker, StandInWorker
 
 from agentrl.engine.servers.settings import Settings
-from agentrl.engine.vllm.kind import VllmKind
+from agentrl.engine.vllm.kind import VllmEngine, VllmKind
+from agentrl.recipe.schema import Recipe
 from agentrl.weights import WeightChannel, WeightUpdateError, group, open_channel, vllm
 from agentrl.weights.feed import Feed
 from agentrl.weights.transports.handles import HandleTransport
@@ -339,3 +340,12 @@ def test_what_check_refuses_of_memory_that_one_gpu_opens(given: Any, sleep: bool
     found = VllmKind().refused(settings, sleep=sleep, lora=False, gpus=True, sharded=sharded)
     assert [line.startswith("engine.args.weights=from_tensor: vLLM opens memory") for line in found] == [True] * refused
     assert VllmKind().refused(settings, sleep=sleep, lora=False, gpus=False) == []
+
+
+@pytest.mark.parametrize("cluster", [{"gpus": 2}, {"workers": 2}, {"gpus": 1}])
+def test_workers_are_counted_however_the_recipe_says_how_many(cluster: Any, monkeypatch: Any) -> None:
+    args = {"command": "true", "weights": "from_tensor", "flags": {"tensor-parallel-size": 2}}
+    engine = {"name": "vllm", "sleep": True, "args": args}
+    recipe = Recipe.model_validate({"env": {"name": "gsm8k"}, "engine": engine, "cluster": cluster})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert any("vLLM opens memory" in line for line in VllmEngine.missing(recipe)) == (cluster == {"gpus": 1})

@@ -17,6 +17,8 @@ lora     likewise with an adapter of rank 16 on all linear layers; in bfloat16, 
 update   an update of agentrl's actor and one of TRL's `GRPOTrainer`, whose `rollout_func` hands it the same
          trajectories: 8 samples of one prompt, with activation checkpointing on both sides; then with an adapter. Each
          side has a process of its own, whose peak of memory is printed. Tokens are samples x (prompt + answer).
+         Of train, lora and update the last column says the share of what products of the same type reach here that
+         this is; layers computed again for checkpointing are not counted.
 a step   64 rollouts of 1,000 tokens in 8 groups, by what decoding 64 rows and the update took: hours.
 
 On one thread, times are CPU seconds of the process, else seconds of the clock; the sides take turns, and the best round
@@ -47,6 +49,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging
 
 from agentrl.compute.batch import Batch
+from agentrl.compute.flops import Cost, Workload, peak_flops
 from agentrl.compute.forward import choose
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
@@ -149,6 +152,14 @@ def refresh(model: Any, clock: Clock) -> None:
     print(f"new weights   {'bfloat16':10}{max(0.0, took['first'] - took['again']):10.2f} s until the engine has them")
 
 
+def of_limit(model: Any, batch: Batch, seconds: float, dtype: torch.dtype) -> str:
+    """The share of what products allow that a forward and backward pass over `batch` in so many seconds reaches."""
+    reached = Cost.of(model).update(Workload.of(batch)) / seconds
+    return (
+        f"{reached / 1e9:.0f} GFLOP/s, {reached / (peak_flops(torch.device('cpu'), dtype) or np.inf):.0%} of products"
+    )
+
+
 def train(shape: dict[str, int], lora: bool, compute: torch.dtype, rounds: int, clock: Clock) -> None:
     """Print a line on a training step."""
     half = compute == torch.bfloat16
@@ -178,7 +189,8 @@ def train(shape: dict[str, int], lora: bool, compute: torch.dtype, rounds: int, 
     optimizer.step(1e-6)
     took = best({"ours": stepped(ours), "theirs": stepped(theirs)}, rounds, clock)
     kind = str(compute).removeprefix("torch.")
-    line("lora" if lora else "train", kind, int(batch.offsets[-1]), took["ours"], took["theirs"])
+    share = of_limit(model, batch, took["ours"], compute)
+    line("lora" if lora else "train", kind, int(batch.offsets[-1]), took["ours"], took["theirs"], share)
 
 
 def update_by_agentrl(model: Any, options: argparse.Namespace) -> list[float]:
@@ -275,10 +287,17 @@ def update(options: argparse.Namespace, lora: bool) -> float:
             raise SystemExit(f"{side}: {done.stderr[-2000:]}")
         found[side] = json.loads(done.stdout.splitlines()[-1])
     prompt, answer, samples = UPDATED
+    batch: Batch = make_batch(prompt, answer, samples, 1, varied=False, vocabulary=WORDS)
+    with torch.device("meta"):
+        model = make_model(QUICK if options.quick else SHAPE, torch.float32)
+        if lora:
+            add_adapter(model, LoraSection(rank=16), "base")
     ours, theirs = (statistics.median(found[side]["seconds"][1:]) for side in SIDES)
     memory = ", ".join(f"{side} {found[side]['gigabytes']:.1f} GB" for side in SIDES)
     what = "update, LoRA" if lora else "update"
-    line(what, options.compute or "float32", samples * (prompt + answer), ours, theirs, f"{memory}; {ours:.1f} s")
+    share = of_limit(model, batch, ours, getattr(torch, options.compute or "float32"))
+    more = f"{memory}; {ours:.1f} s, {share}"
+    line(what, options.compute or "float32", samples * (prompt + answer), ours, theirs, more)
     return ours
 
 

@@ -174,7 +174,8 @@ def make_engine(section: EngineSection, model: "PreTrainedModel", **context: obj
     """The engine of a recipe: its class called with the model, `max_batch` and `engine.args`.
 
     context: what else a run knows, given to a class that names it: `model_path`, `tokenizer`, `say`, `phase`,
-    `lora`, `cluster`, `devices`, `dtype`, `overlap`, `routing_replay`, `shared` and `processes`.
+    `lora`, `cluster`, `devices`, `dtype`, `overlap`, `routing_replay`, `shared`, `workers` and
+    `processes`.
     """
     made = load("engines", section.name)
     known = {key: value for key, value in context.items() if key in inspect.signature(made).parameters}

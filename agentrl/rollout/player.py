@@ -18,7 +18,7 @@ from agentrl.errors import UserError
 from agentrl.gateway.server import Gateway
 from agentrl.models.download import download
 from agentrl.models.image_input import check_sight, limit_images
-from agentrl.models.load import check_roles, load_model, load_skeleton, resolve
+from agentrl.models.load import check_roles, load_model, load_skeleton, on_gpu, resolve
 from agentrl.models.shape import short_context
 from agentrl.plugins.agent import Agent
 from agentrl.plugins.agent_process import agent_of_recipe
@@ -174,6 +174,7 @@ class Player:
             overlap=recipe.rollout.overlap != "none" and not trained_elsewhere,
             routing_replay=recipe.algorithm.routing_replay,
             shared=recipe.engine.sleep,
+            workers=recipe.cluster.size if on_gpu(recipe) else 0,
             processes="auto" if recipe.rollout.tasks * recipe.rollout.n >= MANY and not recipe.cluster.used else 1,
         )
         await engine.health()

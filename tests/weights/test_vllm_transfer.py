@@ -325,19 +325,19 @@ async def test_versions_of_nccl_that_do_not_connect_are_named_where_the_recipe_a
 
 
 @pytest.mark.parametrize(
-    ("given", "sleep", "sharded", "refused"),
+    ("given", "sleep", "workers", "refused"),
     [
-        ({}, True, False, False),
-        ({}, False, True, True),
-        ({"servers": 2}, True, False, True),
-        ({"servers": 2}, True, True, False),
-        ({"flags": {"tensor_parallel_size": 2}}, True, False, True),
-        ({"flags": {"tensor_parallel_size": 2}}, True, True, False),
+        ({}, True, 1, False),
+        ({}, False, 2, True),
+        ({"servers": 2}, True, 1, True),
+        ({"servers": 2}, True, 2, False),
+        ({"flags": {"tensor_parallel_size": 2}}, True, 1, True),
+        ({"flags": {"tensor_parallel_size": 2}}, True, 2, False),
     ],
 )
-def test_what_check_refuses_of_memory_that_one_gpu_opens(given: Any, sleep: bool, sharded: bool, refused: bool) -> None:
+def test_what_check_refuses_of_memory_that_one_gpu_opens(given: Any, sleep: bool, workers: int, refused: bool) -> None:
     settings = Settings(weights="from_tensor", **given)
-    found = VllmKind().refused(settings, sleep=sleep, lora=False, gpus=True, sharded=sharded)
+    found = VllmKind().refused(settings, sleep=sleep, lora=False, gpus=True, workers=workers)
     assert [line.startswith("engine.args.weights=from_tensor: vLLM opens memory") for line in found] == [True] * refused
     assert VllmKind().refused(settings, sleep=sleep, lora=False, gpus=False) == []
 

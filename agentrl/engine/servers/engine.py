@@ -65,8 +65,8 @@ class ServerEngine(Engine):
     cluster: address of a Ray cluster whose machines are to reach launched servers. devices: the GPUs of each launched
     server, neighbours, as this process counts them; empty: from the first on. dtype: of the weights on launched
     servers, which they compute in (None: that of `model`). routing_replay: whether to tell which experts the routers
-    of a mixture choose. shared: whether servers share the workers' GPUs, and sleep while these compute. The rest is
-    described in `Settings`.
+    of a mixture choose. shared: whether servers share the GPUs of the trainer's `workers`, and sleep while these
+    compute. The rest is described in `Settings`.
     """
 
     streams: ClassVar[bool] = True
@@ -90,6 +90,7 @@ class ServerEngine(Engine):
         dtype: str | None = None,
         routing_replay: bool = False,
         shared: bool = False,
+        workers: int = 1,
         urls: tuple[str, ...] | str = (),
         servers: int = 1,
         remote_nodes: int = 0,
@@ -126,7 +127,8 @@ class ServerEngine(Engine):
                 "it is launched otherwise: leave urls out, or leave the vision tower as it is (model.freeze=[vision])"
             )
         needs = needs_of(model, lora)
-        plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster, devices, dtype)
+        fed = self.kind.fed(settings, sleep=shared, workers=workers)
+        plan = settings.plan(self.kind.plan, model, model_path, max_batch, needs, cluster, devices, dtype, fed)
         quiet: Callable[[str], None] = lambda line: None  # noqa: E731
         self.fleet = Fleet(
             self.kind, model, tokenizer, settings, plan, needs, cluster, max_batch, say or quiet, phase or quiet, shared
@@ -155,16 +157,14 @@ class ServerEngine(Engine):
                 f"{given.remote_nodes}, and cluster.nodes {recipe.cluster.nodes}",
                 *unable,
             ]
-        if given.parts > 1 and recipe.engine.sleep:
-            ranks = given.servers * cls.kind.launched(given.servers, plain_flags(given.flags)).ranks
-            if ranks > recipe.cluster.size:
-                unable = [
-                    "engine.sleep: each rank of a server over several machines (engine.args.flags.nnodes) gets its "
-                    f"weights from a worker at its place: {ranks} ranks, {recipe.cluster.size} workers",
-                    *unable,
-                ]
-        sharded = recipe.cluster.size > 1
-        refused = cls.kind.refused(given, sleep=recipe.engine.sleep, lora=adapted, gpus=gpu, sharded=sharded)
+        workers, sleep = recipe.cluster.size, recipe.engine.sleep
+        if given.parts > 1 and sleep and not cls.kind.fed(given, sleep=sleep, workers=workers):
+            unable = [
+                "engine.sleep: each rank of a server over several machines (engine.args.flags.nnodes) gets its weights "
+                f"from a worker at its place: {workers} workers are too few",
+                *unable,
+            ]
+        refused = cls.kind.refused(given, sleep=sleep, lora=adapted, gpus=gpu, workers=workers)
         if recipe.algorithm.routing_replay and not gpu and not given.remote_nodes:
             refused.append(
                 f"algorithm.routing_replay: {cls.kind.plan.program.title} tells the experts that its routers chose "

@@ -122,7 +122,13 @@ class ServerKind(ABC):
         """What so many servers with these flags (names without dashes in front) take of this machine's GPUs.
         Raises ValueError for a flag that should be a number and is not."""
 
-    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, sharded: bool = False) -> list[str]:
+    def fed(self, settings: Settings, *, sleep: bool, workers: int) -> bool:
+        """Whether each rank of the launched servers shares its GPU with one of the trainer's `workers`."""
+        return (
+            sleep and settings.servers * self.launched(settings.servers, plain_flags(settings.flags)).ranks <= workers
+        )
+
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, workers: int = 1) -> list[str]:
         """List what of the settings of launched servers starts well and fails later. sleep: servers release their
         memory. lora: an adapter is trained, and sent alone. gpus: servers run on GPUs. sharded: the trainer has a
         process on each GPU that it uses."""

@@ -99,6 +99,8 @@ class LaunchPlan(ABC):
     """The GPUs of each server, neighbours, as this process counts them; empty: from the first on."""
     weights: str = "auto"
     """How weights are to be sent, as the recipe says."""
+    fed: bool = False
+    """Whether each of their ranks shares its GPU with a worker of the trainer."""
     sees: bool = False
     """Whether prompts may hold images."""
     part: Part | None = None

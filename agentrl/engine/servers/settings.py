@@ -116,10 +116,11 @@ class Settings:
         cluster: str | None = None,
         devices: Sequence[Sequence[int]] = (),
         dtype: str | None = None,
+        fed: bool = False,
     ) -> LaunchPlan | None:
         """How to launch servers for `model`, a transformers module at `model_path`; None where they run already.
-        kind: of the servers. cluster: address of the Ray cluster whose machines are to reach them. devices, dtype: see
-        `LaunchPlan`. Raises UserError where nothing says what launches one."""
+        kind: of the servers. cluster: address of the Ray cluster whose machines are to reach them. devices, dtype, fed:
+        see `LaunchPlan`. Raises UserError where nothing says what launches one."""
         if self.urls:
             return None
         command = launch_command(self.command, self.venv, kind.program)
@@ -140,6 +141,7 @@ class Settings:
             env=self.env,
             adapter=adapter,
             weights=self.weights,
+            fed=fed,
             sees=Vision.of(model),
             listen=listen_host(cluster),
             devices=devices,

@@ -41,7 +41,7 @@ class SglangKind(ServerKind):
             share=None if share is None else float(share),
         )
 
-    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, sharded: bool = False) -> list[str]:
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, workers: int = 1) -> list[str]:
         flags, found = plain_flags(settings.flags), []
         replicas = flags.get("dp-size") or flags.get("dp") or flags.get("data-parallel-size") or 1
         if str(replicas) != "1":
@@ -61,7 +61,7 @@ class SglangKind(ServerKind):
             )
         if gpus and sleep and not flags.get("enable-memory-saver"):
             found.append("engine.sleep releases nothing of a server without engine.args.flags.enable-memory-saver=true")
-        return found + super().refused(settings, sleep=sleep, lora=lora, gpus=gpus, sharded=sharded)
+        return found + super().refused(settings, sleep=sleep, lora=lora, gpus=gpus, workers=workers)
 
     def faults(self, settings: Settings, command: Sequence[str]) -> list[str]:
         venv, found = venv_of(command), []

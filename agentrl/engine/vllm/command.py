@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from agentrl.addresses import is_loopback
 from agentrl.cluster.placement import VISIBLE, names_of
 from agentrl.engine.servers.adapters import IN_A_BATCH, LOADED, AdapterNeeds
 from agentrl.engine.servers.launch import (
@@ -78,7 +79,7 @@ class VllmPlan(LaunchPlan):
             flags |= {"enforce-eager": True, "kv-cache-memory-bytes": self._cache_bytes()}
         else:
             flags["enable-sleep-mode"] = True
-            if engine := TRANSFER.get(self.weights):
+            if engine := self._transfer:
                 flags["weight-transfer-config"] = json.dumps({"backend": engine})
         if self.adapter is not None and self.adapted:
             flags |= _adapter_flags(self.adapter)
@@ -98,7 +99,7 @@ class VllmPlan(LaunchPlan):
             ours[VISIBLE] = ",".join(names_of(self._devices(index)))
         if self.part is not None:
             ours["VLLM_HOST_IP"] = self.host  # by which the other parts reach this one
-        if self.weights == "from_tensor":
+        if self._transfer == "ipc":
             ours["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # its calls carry pickled handles of GPU memory
         if Path(self.model_path).is_dir():
             ours["HF_HUB_OFFLINE"] = "1"
@@ -115,6 +116,17 @@ class VllmPlan(LaunchPlan):
             beside = os.environ.get("PYTHONPATH") if venv_of(self.command) is None else None
             ours["PYTHONPATH"] = os.pathsep.join([str(INSIDE), *filter(None, [beside])])
         return {**ours, **self.env}
+
+    @property
+    def _transfer(self) -> str | None:
+        """The weight transfer engine of a server, which takes GPUs. Where the recipe does not say, it opens memory of a
+        GPU that it shares with a worker, or joins a group where the cluster has other machines: they do not see our
+        folder."""
+        if self.cpu or self.weights != "auto":
+            return None if self.cpu else TRANSFER.get(self.weights)
+        if self.fed:
+            return TRANSFER["from_tensor"]
+        return None if is_loopback(self.host) else TRANSFER["from_distributed"]
 
     @property
     def _packs_again(self) -> bool:

@@ -22,7 +22,7 @@ from agentrl.engine.servers.identity import (
     other_tokenizer,
 )
 from agentrl.engine.servers.kind import ServerKind
-from agentrl.engine.servers.launch import Flag, plain_flags
+from agentrl.engine.servers.launch import Flag
 from agentrl.engine.servers.pictures import Pictures
 from agentrl.engine.servers.settings import Settings
 from agentrl.engine.vllm.command import VllmPlan, gpus_of
@@ -53,18 +53,13 @@ class VllmKind(ServerKind):
         share = float(flags.get("gpu-memory-utilization") or SHARE)
         return Launched(servers=servers, ranks=gpus_of(flags), share=share)
 
-    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, sharded: bool = False) -> list[str]:
-        found = super().refused(settings, sleep=sleep, lora=lora, gpus=gpus, sharded=sharded)
-        alone = settings.servers == 1 and gpus_of(plain_flags(settings.flags)) == 1
-        if gpus and settings.weights == "from_tensor" and not lora and not (sleep and (alone or sharded)):
+    def refused(self, settings: Settings, *, sleep: bool, lora: bool, gpus: bool, workers: int = 1) -> list[str]:
+        found = super().refused(settings, sleep=sleep, lora=lora, gpus=gpus, workers=workers)
+        fed = self.fed(settings, sleep=sleep, workers=workers)
+        if gpus and settings.weights == "from_tensor" and not lora and not fed:
             found.append(
                 "engine.args.weights=from_tensor: vLLM opens memory of its own GPUs alone, so the trainer has to share "
                 "each of them (engine.sleep), with a worker on each if there are several (cluster); leave it at auto"
-            )
-        if settings.parts > 1 and settings.weights == "auto":
-            found.append(
-                f"engine.args.weights: set {'from_tensor' if sleep else 'from_distributed'} for a vLLM server over "
-                "several machines (nnodes), or from_disk where all of them see one folder (TMPDIR)"
             )
         return found
 

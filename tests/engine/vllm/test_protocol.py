@@ -358,6 +358,14 @@ def test_how_a_server_is_launched() -> None:
     assert "--weight-transfer-config" not in words
     nccl = plan(weights="from_distributed").arguments(1, 0)
     assert nccl[nccl.index("--weight-transfer-config") + 1] == '{"backend": "nccl"}'
+    fed = plan(fed=True, listen="10.0.0.7")
+    words = fed.arguments(1, 0)
+    assert words[words.index("--weight-transfer-config") + 1] == '{"backend": "ipc"}'
+    assert fed.environment(0)["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert '{"backend": "nccl"}' in plan(listen="10.0.0.7").arguments(1, 0)
+    for other in (plan(fed=True, weights="from_disk"), plan(fed=True, cpu=True), plan(cpu=True, listen="10.0.0.7")):
+        assert "--weight-transfer-config" not in other.arguments(1, 0)
+        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in other.environment(0)
     alone = plan(cpu=True)
     words = alone.arguments(1, 0)
     assert words[words.index("--worker-extension-cls") + 1] == "agentrl_worker.Reload"

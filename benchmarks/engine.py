@@ -10,7 +10,8 @@ take each turn when it is ready.
 
 The model is a Qwen3 with the shape of the embedded model and random weights. The engines alternate, and the best round
 of each counts, because other load can only slow a round down; under much load, use the CPU time. Only sampled tokens
-are counted.
+are counted. With --processes the engine samples in so many, and beside it engines that share nothing do, each its
+part of the work: more than these gain no processes can.
 """
 
 import argparse
@@ -19,7 +20,9 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from agentrl.compute.flops import Cost, Workload, peak_flops
 from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 
+ALONE = ("local x 1", "local, 1 apart")
 MODEL = {"initializer_range": 0.04, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -93,6 +97,42 @@ class Local:
             assert len(generation.ids) == length
             ids = ids + generation.ids + (c.results[turn] if turn < len(c.results) else [])
         self.engine.finish(request_id)
+
+
+class Apart:
+    """Engines in processes that have nothing in common, each with its part of the work: what this machine lets several
+    processes gain."""
+
+    def __init__(self, rows: int, processes: int) -> None:
+        context = get_context("spawn")
+        self._ends: list[Any] = []
+        self.processes: list[int] = []
+        for _ in range(processes):
+            own, other = context.Pipe()
+            process = context.Process(target=_sample_apart, args=(rows // processes, other), daemon=True)
+            process.start()
+            self._ends.append(own)
+            self.processes.append(process.pid or 0)
+
+    def __call__(self, work: list[Conversation]) -> None:
+        part = -(-len(work) // len(self._ends))
+        for index, end in enumerate(self._ends):
+            end.send(work[index * part : (index + 1) * part])
+        for end in self._ends:
+            end.recv()
+
+    def close(self) -> None:
+        for end in self._ends:
+            end.close()
+
+
+def _sample_apart(rows: int, end: Any) -> None:
+    torch.set_num_threads(1)
+    side = Local(make_model(**MODEL), rows)
+    with suppress(EOFError):
+        while True:
+            side(end.recv())
+            end.send(None)
 
 
 class _Lengths(StoppingCriteria):
@@ -171,7 +211,7 @@ class Continuous:
 def cpu_seconds(side: object) -> float:
     """CPU time of this process and of those that sample for a side."""
     spent = time.process_time()
-    for pid in side.engine.processes if isinstance(side, Local) else ():
+    for pid in side.engine.processes if isinstance(side, Local) else side.processes if isinstance(side, Apart) else ():
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         spent += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return spent
@@ -234,17 +274,18 @@ def main() -> None:
         made: dict[str, Callable[[], Callable[[list[Conversation]], None]]] = {
             "local": lambda rows=rows: Local(make_model(**MODEL), rows),  # type: ignore[misc]
             f"local x {options.processes}": lambda rows=rows: Local(make_model(**MODEL), rows, options.processes),  # type: ignore[misc]
+            f"local, {options.processes} apart": lambda rows=rows: Apart(rows, options.processes),  # type: ignore[misc]
             "generate": lambda: Generate(make_model(**MODEL)),
             "continuous": lambda: Continuous(
                 make_model(**MODEL)
             ),  # its thread takes a core, also while others are measured
         }
         for name, make in made.items():
-            if (name.startswith("local") or options.only in (None, name)) and name != "local x 1":
+            if (name.startswith("local") or options.only in (None, name)) and name not in ALONE:
                 sides[name] = make()
         measure(sides, work, options.rounds)
         for side in sides.values():
-            if isinstance(side, Continuous):
+            if isinstance(side, Apart | Continuous):
                 side.close()
 
 

@@ -8,11 +8,14 @@ CPU seconds of this process, the least of three runs, at sizes that are 2 to 4 t
 of log seconds over log work between the last size and one at least eight times smaller: 1 says that twice the work
 takes twice the time, 0 that it takes no more. Above 1.05 a row is marked. Where the work is not the size itself (a
 gateway that is sent all of the history with each call, attention over what is behind a token) the table says what is
-counted: bytes, or operations. Short runs are left out of the slope: under 5 ms it would be that of the clock.
+counted: bytes, or operations. Short runs are left out of the slope: under 5 ms it would be that of the clock. Of a
+marked row the exponent of the calls of functions says whether more is done, or the same takes longer: what is held
+at a large size no longer fits the processor's caches.
 """
 
 import argparse
 import asyncio
+import cProfile
 import gc
 import json
 import logging
@@ -479,26 +482,41 @@ def seconds(row: Row, size: int) -> float:
     return best
 
 
-def exponent(row: Row, measured: dict[int, float]) -> float | None:
-    """The slope behind the last size; None where runs are too short to say."""
+def calls(row: Row, size: int) -> int:
+    """The functions that a run calls in this thread, Python's and those of C that Python calls."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        run, profile = row.prepare(size, folder), cProfile.Profile()
+        profile.runcall(run)
+        return sum(entry.callcount for entry in profile.getstats())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def exponents(row: Row, measured: dict[int, float]) -> tuple[float | None, float | None]:
+    """The slope behind the last size, None where runs are too short to say; where that is above LIMIT, the slope of
+    calls besides."""
     counted = {size: spent for size, spent in measured.items() if spent >= LEAST}
     last = max(row.sizes)
     before = [size for size in counted if APART * row.work(size) <= row.work(last)]
     if last not in counted or not before:
-        return None
-    return math.log(counted[last] / counted[max(before)]) / math.log(row.work(last) / row.work(max(before)))
+        return None, None
+    first = max(before)
+    work = math.log(row.work(last) / row.work(first))
+    slope = math.log(counted[last] / counted[first]) / work
+    return slope, math.log(calls(row, last) / calls(row, first)) / work if slope > LIMIT else None
 
 
 def lines(rows: Sequence[Row]) -> Iterator[tuple[str, bool]]:
     """The table, and of each line whether it is marked."""
     for row in rows:
         measured = {size: seconds(row, size) for size in row.sizes}
-        slope = exponent(row, measured)
+        slope, called = exponents(row, measured)
         first, last = row.sizes[0], row.sizes[-1]
         ends = f"{first:>7,}: {1e3 * measured[first]:>9.2f} ms   {last:>7,}: {1e3 * measured[last]:>9.1f} ms"
-        bad = slope is not None and slope > LIMIT
+        more = "" if called is None else f" <<< calls {called:.2f}"
         told = "under 5 ms" if slope is None else f"{slope:.2f}"
-        yield f"{row.name:<40} {ends}   {told:>10} {row.of:<14}{' <<<' if bad else ''}", bad
+        yield f"{row.name:<40} {ends}   {told:>10} {row.of:<14}{more}", bool(more)
 
 
 def main() -> None:

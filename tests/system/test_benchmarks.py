@@ -79,3 +79,15 @@ async def test_the_environment_of_both_raises_and_pays_as_planned(monkeypatch: p
     told = [message["content"] for message in vs_trl.demonstration({"prompt": [], "shelf": 3}, vs_trl.random.Random(0))]
     assert told[-1] == "Two boxes are weighed."
     assert len(told) == 5
+
+
+def test_drafts_are_counted_as_rejection_sampling_would_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import speculation
+
+    prompt, answer = [7, 1, 2, 3, 4, 9, 1, 2], [3, 4, 8, 1, 2, 3]
+    own = [False] * len(prompt) + [True] * len(answer)
+    # 3 4 are drafted and kept, with 8 behind them; 1 and 2 have no draft; then 3 is drafted, and the answer ends
+    assert speculation.kept(prompt + answer, own, 2) == (6, 4)
+    assert speculation.kept(prompt + answer, own, 1) == (6, 5)  # 3 and 4; then 9 is drafted, not 8; 1; 2; 3
+    assert speculation.kept([1, 2, 3, 4], [False, False, True, True], 4) == (2, 2)

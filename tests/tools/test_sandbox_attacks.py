@@ -195,7 +195,7 @@ _KERNEL = {
 async def test_what_the_kernel_holds_counts_as_memory(kind: str) -> None:
     """Each point printed is 64 KiB that the kernel took and keeps; ten processes went on to hundreds of MiB."""
     limits = Limits(
-        wall_seconds=20.0, cpu_seconds=15.0, memory=64 * MIB, processes=24, output=200_000, image_bytes=MARK
+        wall_seconds=60.0, cpu_seconds=40.0, memory=64 * MIB, processes=24, output=200_000, image_bytes=MARK
     )
     sandbox = BwrapSandbox(limits, pool=0)
     async with sandbox.session() as session:

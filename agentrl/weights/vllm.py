@@ -47,9 +47,9 @@ class VllmServer(WeightServer):
         return self._facts
 
     async def transport(self, near: bool, fed: bool = False) -> tuple[str, str]:
-        engine, machines = (await self.facts()).transfer, (await self.facts()).machines
-        near = near and machines == 1
-        if (near or fed) and engine == "ipc":
+        facts = await self.facts()
+        engine, near = facts.transfer, near and facts.machines == 1
+        if engine == "ipc" and (fed or (near and facts.ranks == 1)):
             return "from_tensor", f"servers open memory of the trainer's GPU; {UNTRIED}"
         apart = await self._apart()
         if engine == "nccl" and apart is None:
@@ -57,7 +57,8 @@ class VllmServer(WeightServer):
         if near:
             return "from_disk", "through a folder, which servers of this machine read"
         start = apart if engine == "nccl" else """start it with --weight-transfer-config '{"backend": "nccl"}'"""
-        lacking = "does not see this machine's files" if machines == 1 else f"computes on {machines} machines"
+        several = f"computes on {facts.machines} machines"
+        lacking = several if facts.machines > 1 else "does not see this machine's files"
         raise WeightUpdateError(
             f"{self.url} {lacking}: {start}, or share a folder (TMPDIR) and say engine.args.weights=from_disk"
         )

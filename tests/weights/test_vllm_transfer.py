@@ -265,6 +265,7 @@ NCCL = "[pip3] nvidia-nccl-cu13=="
     ("backend", "packages", "near", "chosen"),
     [
         (None, None, True, "from_disk (through a folder"),
+        ("ipc of two ranks", None, True, "from_disk (through a folder"),
         ("ipc", None, True, "from_tensor (servers open memory of the trainer's GPU; not tried on a GPU by us)"),
         ("nccl", NCCL + "2.29.7\n", False, "from_distributed (servers were started with the weight transfer engine"),
         ("nccl", None, True, "from_distributed (servers were started with"),
@@ -278,7 +279,10 @@ async def test_how_weights_travel(
 ) -> None:
     monkeypatch.setattr("agentrl.weights.channel.same_host", lambda url: near)
     said: list[str] = []
-    async with served(TransferServer(StandInWorker(""), backend, packages)) as urls:
+    worker = StandInWorker("")
+    if backend == "ipc of two ranks":
+        backend, worker.ranks = "ipc", 2
+    async with served(TransferServer(worker, backend, packages)) as urls:
         with gpu(monkeypatch):
             opening = open_channel(urls, session, folder=tmp_path, kind="vllm", say=said.append)
             if isinstance(chosen, Exception):

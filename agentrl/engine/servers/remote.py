@@ -69,7 +69,7 @@ class ServerHost:
         """An address of this machine that is free."""
         return url_of(self._plan.host, free_port(self._plan.host)).removeprefix("http://")
 
-    async def start(self, timeout: float, part: Part | None) -> "Started":
+    async def start(self, timeout: float, part: Part | None) -> Started:
         """Start the server, or this machine's part of it; of one that answers nothing return when it has ended."""
         plan = replace(self._plan, part=part)
         self._server = Server(plan, self._index, self._log, self._sessions)

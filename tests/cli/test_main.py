@@ -449,24 +449,23 @@ def flush():
     HOW.sleep(3600)
 
 atexit.register(flush)
-main.AT_EXIT, main.GRACE, sys.argv[1:] = 0.2, 0.2, ["version"]
+main.AT_EXIT, main.GRACE, sys.argv[1:] = 0.2, SECONDS, ["version"]
 main.main()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "code", "words"),
+    ("how", "grace", "code", "words"),
     [
-        ("time", 0, r"agentrl: exited while flush \(<string>:6\), which was to run at exit, .* after 0.2 s"),
-        ("ctypes.PyDLL(None)", 1, r'File "<string>", line 6 in flush'),  # nothing but a traceback can be had
+        ("time", 60, 0, r"agentrl: exited while flush \(<string>:6\), which was to run at exit, .* after 0.2 s"),
+        ("ctypes.PyDLL(None)", 0.2, 1, r'File "<string>", line 6 in flush'),  # nothing but a traceback can be had
     ],
     ids=["sleeps", "holds the interpreter"],
 )
-def test_what_hangs_at_exit_keeps_no_command_that_is_done(how, code, words):
-    process = subprocess.run(
-        [sys.executable, "-c", HANGS.replace("HOW", how)], capture_output=True, text=True, check=False, timeout=120
-    )
+def test_what_hangs_at_exit_keeps_no_command_that_is_done(how, grace, code, words):
+    script = HANGS.replace("HOW", how).replace("SECONDS", str(grace))
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
     assert (process.returncode, process.stdout) == (code, f"agentrl {__version__}\n")
     assert re.search(words, process.stderr)
 

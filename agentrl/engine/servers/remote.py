@@ -222,7 +222,7 @@ class RemoteServer(LaunchedServer):
                 phase(doing := await self._doing(waited))
                 begun = time.monotonic() if doing.startswith(DOWNLOADING) else begun
             self.url, why = starting.result()
-            known = [await _answer(actor.places.remote()) for actor in self._actors]
+            known = [] if why else [await _answer(actor.places.remote()) for actor in self._actors]
             self.places = tuple(place for of in known for place in of)
         except UserError:
             self.kill()

@@ -11,7 +11,7 @@ take each turn when it is ready.
 The model is a Qwen3 with the shape of the embedded model and random weights. The engines alternate, and the best round
 of each counts, because other load can only slow a round down; under much load, use the CPU time. Only sampled tokens
 are counted. With --processes the engine samples in so many, and beside it engines that share nothing do, each its
-part of the work: more than these gain no processes can.
+part of the work, as a measure of what processes could gain.
 """
 
 import argparse

@@ -9,8 +9,8 @@ of log seconds over log work between the last size and one at least eight times 
 takes twice the time, 0 that it takes no more. Above 1.05 a row is marked. Where the work is not the size itself (a
 gateway that is sent all of the history with each call, attention over what is behind a token) the table says what is
 counted: bytes, or operations. Short runs are left out of the slope: under 5 ms it would be that of the clock. Of a
-marked row the exponent of the calls of functions says whether more is done, or the same takes longer: what is held
-at a large size no longer fits the processor's caches.
+marked row the exponent of the calls of functions says whether more is done, or the same takes longer, presumably
+as what is held at a large size no longer fits the processor's caches.
 """
 
 import argparse

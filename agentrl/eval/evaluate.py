@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from agentrl.checkpoint.checkpoints import Checkpoints
@@ -145,7 +146,6 @@ async def play(
         for split in chosen:
             check_field(by, tasks_of(env, split)[0], split)
     player = await Player.build(recipe, model_path=model, env=env, say=progress.say, phase=progress.phase)
-    outcomes: dict[str, Sequence[Outcome]] = {}
     try:
         for lacking in (*not_carried(env, player.toolbox.tools), *not_asked(env, recipe.agent)):
             progress.say(lacking)
@@ -154,10 +154,11 @@ async def play(
             extend(player)
         if store is not None:
             store.begin(played_recipe(recipe, model, chosen))
-        for split in held_out.splits:
-            outcomes[split] = found = await play_split(held_out, split, progress, store)
-            if line := losses(f"evaluation of {split}", found):
-                notes.append(line)
+        outcomes = await held_out.at_once(held_out.splits, partial(play_split, held_out, progress, store))
+        if store is not None:
+            for split in outcomes:
+                store.join(split)
+        notes += [line for split, found in outcomes.items() if (line := losses(f"evaluation of {split}", found))]
     finally:
         unclosed = await player.close()
     results = tuple(summarize(split, found, by, recipe.engine.args.get("prices")) for split, found in outcomes.items())
@@ -177,9 +178,10 @@ def played_recipe(recipe: Recipe, model: str | None, splits: Sequence[str]) -> R
 
 
 async def play_split(
-    held_out: HeldOut, split: str, progress: Progress, store: EvaluationFolder | None
+    held_out: HeldOut, progress: Progress, store: EvaluationFolder | None, split: str, limits: Mapping[str, Json]
 ) -> list[Outcome]:
-    """Play what is not stored of a split, and return the outcomes of all of it. Raises UserError."""
+    """Play what is not stored of a split, and return the outcomes of all of it. limits: as of `HeldOut.sample`. Raises
+    UserError."""
     tasks, env = held_out.tasks[split], held_out.player.env
     known = {} if store is None else done(store, split, tasks, together=bool(held_out.player.rewards.groups))
     found = dict(known)
@@ -205,14 +207,12 @@ async def play_split(
 
     try:
         if held_out.player.rewards.groups:  # a sample is not whole before its group is scored
-            await held_out.sample(split, only=only, on_group=on_group)
+            await held_out.sample(split, only=only, on_group=on_group, limits=limits)
         else:
-            await held_out.sample(split, only=only, on_sample=on_sample, on_group=advance)
+            await held_out.sample(split, only=only, on_sample=on_sample, on_group=advance, limits=limits)
     finally:
         if keeper is not None:
             keeper.flush()
-    if store is not None:
-        store.join(split)
     return [found[place] for place in sorted(found)]
 
 

@@ -1,8 +1,10 @@
 """The held-out tasks of a run: the same tasks and the same seeds at every evaluation."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import Recipe
 from agentrl.rollout.player import Player
 from agentrl.trajectory import Group, Trajectory
+
+T = TypeVar("T")
 
 EVAL_SEED = 20_000_003  # differs from every seed of a training step
 
@@ -57,16 +61,32 @@ class HeldOut:
             chosen[split] = [wanted[i] for i in lengths.fitting]
         return cls(player, chosen, recipe.eval.samples, recipe.eval.rollout, tuple(splits), choosing), notes
 
-    async def play(
-        self, split: str, on_group: Callable[[Group], None] | None = None, after: int = 0
-    ) -> tuple[SplitResult, list[Group]]:
-        """Play all tasks of `split`; return the result and the groups.
+    async def play(self, splits: Sequence[str], after: int = 0) -> dict[str, tuple[SplitResult, list[Group]]]:
+        """Play all tasks of `splits` at once; return the result and the groups of each.
 
-        on_group: called as each group ends. after: training steps done so far; part of the session ids, not of the
-        seeds.
+        after: training steps done so far; part of the session ids, not of the seeds.
         """
-        groups = await self.sample(split, on_group=on_group, after=after)
-        return summarize(split, outcomes_of(groups, self.solved)), groups
+        sampled = await self.at_once(splits, partial(self.sample, after=after))
+        return {
+            split: (summarize(split, outcomes_of(groups, self.solved)), groups) for split, groups in sampled.items()
+        }
+
+    async def at_once(self, splits: Sequence[str], play: Callable[..., Coroutine[object, object, T]]) -> dict[str, T]:
+        """What `play(split, limits=...)` returns of each, all running at once, so that none waits for the last rollouts
+        of another. limits: their share of the requests in flight; for `sample`.
+
+        Raises UserError of the first that does; the others are cancelled.
+        """
+        concurrency = self.player.recipe.rollout.model_copy(update=dict(self.limits)).concurrency
+        limits = {"concurrency": max(1, concurrency // max(1, len(splits)))}
+        try:
+            async with asyncio.TaskGroup() as playing:
+                tasks = {split: playing.create_task(play(split, limits=limits)) for split in splits}
+        except ExceptionGroup as errors:
+            if (ours := errors.subgroup(UserError)) is not None:
+                raise ours.exceptions[0] from None
+            raise
+        return {split: task.result() for split, task in tasks.items()}
 
     async def sample(
         self,
@@ -75,14 +95,16 @@ class HeldOut:
         only: Sequence[Collection[int]] | None = None,
         on_sample: Callable[[int, Trajectory], None] | None = None,
         on_group: Callable[[Group], None] | None = None,
+        limits: Mapping[str, Json] | None = None,
         after: int = 0,
     ) -> list[Group]:
-        """Play tasks of `split`; return the groups. only, on_sample, on_group: as of `roll_out`. after: see `play`."""
+        """Play tasks of `split`; return the groups. only, on_sample, on_group: as of `roll_out`. limits: keys of
+        `rollout`, beside those of every evaluation. after: see `play`."""
         return await self.player.play(
             self.tasks[split],
             self.samples,
             seed=(EVAL_SEED, 0),
-            limits=self.limits,
+            limits={**self.limits, **(limits or {})},
             only=only,
             on_sample=on_sample,
             on_group=on_group,

@@ -4,7 +4,7 @@ import asyncio
 import gc
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -105,8 +105,6 @@ async def roll_out(
             driver.workspaces.expect(task, len(chosen))
         seen[task.id] += 1
 
-    for task, chosen in zip(tasks, only if only is not None else [range(n)] * len(tasks), strict=True):
-        add(task, chosen)
     flying: set[OwnedTask] = set()
     working = 0
 
@@ -142,8 +140,11 @@ async def roll_out(
         nonlocal working
         working -= 1
 
+    announced = driver.workspaces.announced() if driver.workspaces is not None else nullcontext()
     try:
-        with rare_collections(), PULSE.ticking(lambda: _stop(flying)):
+        with announced, rare_collections(), PULSE.ticking(lambda: _stop(flying)):
+            for task, chosen in zip(tasks, only if only is not None else [range(n)] * len(tasks), strict=True):
+                add(task, chosen)
             async with asyncio.TaskGroup() as workers:
                 begin()
     except ExceptionGroup as errors:
@@ -152,9 +153,6 @@ async def roll_out(
         if errors.split(_EnoughError)[1] is not None:
             raise
         return [group.whole for group in growing if group.whole is not None]
-    finally:
-        if driver.workspaces is not None:
-            driver.workspaces.forget_expected()
     return [group.whole or group.group() for group in growing]
 
 

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,7 @@ class Workspaces:
         self._spec, self._ready = section.spec(), section.ready
         self._prepared: OrderedDict[str, _Prepared] = OrderedDict()
         self._expected: deque[Task] = deque()
+        self._announcing = 0
         self._closed = False
 
     async def start(self, run: str) -> None:
@@ -137,13 +138,24 @@ class Workspaces:
         self.provider.check(self._spec)
         await self.provider.start(run)
 
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        """Take what `expect` is told of in here. At the end of the last of several at once, samples that have not begun
+        will not: what was opened for them is closed."""
+        self._announcing += 1
+        try:
+            yield
+        finally:
+            self._announcing -= 1
+            if not self._announcing:
+                self._forget_expected()
+
     def expect(self, task: Task, count: int) -> None:
         """Note that `count` samples of a task will begin, after those that were noted before."""
         self._expected.extend([task] * count)
         self._open_ahead()
 
-    def forget_expected(self) -> None:
-        """Note that the samples which have not begun will not, and close what was opened for them."""
+    def _forget_expected(self) -> None:
         self._expected.clear()
         for prepared in self._prepared.values():
             while prepared.ahead:
@@ -258,7 +270,7 @@ class Workspaces:
     async def close(self) -> None:
         """Close all that is open. May be called twice."""
         self._closed = True
-        self.forget_expected()
+        self._forget_expected()
         pending = [one.state for one in self._prepared.values() if not one.state.done()]
         for preparing in pending:
             preparing.cancel()

@@ -229,9 +229,9 @@ class Loop:
         found: dict[str, Accuracy] = {}
         metrics: dict[str, float] = {}
         start = perf_counter()
-        for split in splits:
-            with span(f"evaluation {split}"):
-                result, groups = self.interrupts.run(partial(self.held_out.play, split, after=self.step))
+        with span(f"evaluation {', '.join(splits)}"):
+            played = self.interrupts.run(partial(self.held_out.play, splits, after=self.step))
+        for split, (result, groups) in played.items():
             found[split] = result.interval
             metrics |= {f"eval/{split}/{name}": value for name, value in _held_out(result, groups).items()}
             self.journal.evaluation(split, self.step, groups, self.held_out.solved)

@@ -1,10 +1,13 @@
 """Whole evaluations with real parts: what they say, that they say it twice, and what they refuse."""
 
+import asyncio
 import importlib
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_help import refused
@@ -15,6 +18,7 @@ from train_help import small
 
 import agentrl
 from agentrl.cli import main
+from agentrl.engine.base import Generation, Sampling
 from agentrl.errors import UserError
 from agentrl.eval import folder as folder_module
 from agentrl.eval.evaluate import Evaluation, done
@@ -65,15 +69,66 @@ def test_greedy_samples_of_a_task_are_one_and_the_same(evaluation: Evaluation) -
         player = await Player.build(recipe)
         try:
             held_out, _ = await HeldOut.prepare(player, recipe, ("large",))
-            _, groups = await held_out.play("large")
+            _, groups = (await held_out.play(["large"]))["large"]
         finally:
             await player.close()
         return [{json.dumps(t.messages) for t in group.trajectories} for group in groups]
 
-    import asyncio
-
     assert {len(different) for different in asyncio.run(conversations(0.0))} == {1}
     assert max(len(different) for different in asyncio.run(conversations(2.0))) == 2
+
+
+async def test_splits_are_played_at_once_and_share_the_requests_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first requests of each split wait for one of the other."""
+    recipe = small(eval__tasks=8, rollout__concurrency=7)
+    player = await Player.build(recipe)
+    generate, flying, most, both = player.engine.generate, set[str](), 0, asyncio.Event()
+
+    async def counted(ids: Sequence[int], sampling: Sampling, request_id: str, *rest: Any) -> Generation:
+        nonlocal most
+        flying.add(request_id)
+        most = max(most, len(flying))
+        if len({one.split("/")[0] for one in flying}) == 2:
+            both.set()
+        async with asyncio.timeout(60):
+            await both.wait()
+        try:
+            return await generate(ids, sampling, request_id, *rest)
+        finally:
+            flying.remove(request_id)
+
+    monkeypatch.setattr(player.engine, "generate", counted)
+    try:
+        held_out, _ = await HeldOut.prepare(player, recipe, ("test", "large"))
+        played = await held_out.play(["test", "large"])
+        assert {split: result.tasks for split, (result, _) in played.items()} == {"test": 8, "large": 8}
+        assert most == 6  # three each
+        for split, (result, _) in played.items():  # what one alone comes to
+            assert (await held_out.play([split]))[split][0] == result
+    finally:
+        await player.close()
+
+
+async def test_what_ends_one_split_ends_the_others() -> None:
+    recipe = small()
+    player = await Player.build(recipe)
+    ended = list[str]()
+
+    async def play(split: str, limits: object) -> None:
+        if split == "large":
+            raise UserError("the environment is broken")
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(split)
+
+    try:
+        held_out, _ = await HeldOut.prepare(player, recipe, ("test", "phrasing", "large"))
+        with pytest.raises(UserError, match=r"^the environment is broken$"):
+            await held_out.at_once(held_out.splits, play)
+        assert sorted(ended) == ["phrasing", "test"]
+    finally:
+        await player.close()
 
 
 def test_the_table_shows_every_split_and_figure(evaluation: Evaluation) -> None:

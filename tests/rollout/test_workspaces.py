@@ -68,6 +68,19 @@ class Counted(WorkspaceProvider):
         await self.bwrap.close()
 
 
+class Telling(Counted):
+    """Tells of each workspace that is open."""
+
+    def __init__(self, opened: asyncio.Queue[None]) -> None:
+        super().__init__()
+        self.opened = opened
+
+    async def open(self, spec: WorkspaceSpec, snapshot: Snapshot | None = None) -> Workspace:
+        workspace = await super().open(spec, snapshot)
+        self.opened.put_nowait(None)
+        return workspace
+
+
 class Prepared(Env):
     """Writes the task's number into a file, once."""
 
@@ -462,14 +475,7 @@ def at_once(coroutine: Coroutine[Any, Any, Workspace]) -> Workspace | None:
 
 async def test_a_sample_whose_workspace_is_ready_waits_for_nothing() -> None:
     opened: asyncio.Queue[None] = asyncio.Queue()
-
-    class Telling(Counted):
-        async def open(self, spec: WorkspaceSpec, snapshot: Snapshot | None = None) -> Workspace:
-            workspace = await super().open(spec, snapshot)
-            opened.put_nowait(None)
-            return workspace
-
-    workspaces = Workspaces(Telling(), WorkspaceSection(ready=2), Env())
+    workspaces = Workspaces(Telling(opened), WorkspaceSection(ready=2), Env())
     await workspaces.start("test")
     try:
         workspaces.expect(TASKS[0], 5)
@@ -483,6 +489,26 @@ async def test_a_sample_whose_workspace_is_ready_waits_for_nothing() -> None:
             await workspace.close()
             if left >= 2:
                 await opened.get()
+        assert at_once(workspaces.open(TASKS[0])) is None
+    finally:
+        await workspaces.close()
+
+
+async def test_what_others_announced_at_the_same_time_stays_ready() -> None:
+    opened: asyncio.Queue[None] = asyncio.Queue()
+    workspaces = Workspaces(Telling(opened), WorkspaceSection(ready=2), Env())
+    await workspaces.start("test")
+    try:
+        with workspaces.announced():
+            with workspaces.announced():
+                workspaces.expect(TASKS[0], 2)
+            async with asyncio.timeout(60):
+                for _ in range(3):  # one to prepare the task in
+                    await opened.get()
+            await asyncio.sleep(0)
+            ready = at_once(workspaces.open(TASKS[0]))
+            assert ready is not None
+            await ready.close()
         assert at_once(workspaces.open(TASKS[0])) is None
     finally:
         await workspaces.close()

@@ -6,7 +6,7 @@ that little is lost when the process is killed; they become one file once their 
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -137,7 +137,7 @@ class EvaluationFolder:
         except OSError as error:
             raise UserError(f"{self.path}: cannot be written to: {error.strerror}") from error
 
-    def write(self, found: dict[str, Json], outcomes: dict[str, Sequence[Outcome]]) -> None:
+    def write(self, found: dict[str, Json], outcomes: Mapping[str, Sequence[Outcome]]) -> None:
         """Write the figures, and what became of each task. Raises UserError: the disk refuses it."""
         lines = [
             dumps({"split": split, **asdict(TaskResult.of(task))})

@@ -43,6 +43,8 @@ class BlockRunner(CachedRunner):
         dtype = model.model.embed_tokens.weight.dtype
         self.token_bytes = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * dtype.itemsize
         self.share(1)
+        self._vocabulary = len(model.lm_head.weight)
+        self._fits = self.device.type == "cpu" and dtype == torch.float32 and self.shape.head_dim % MULTIPLE == 0
         self._weights: block.Weights | None = None
         self._compiled: CompiledStep | None = None
         self._alike = Alike()
@@ -67,10 +69,13 @@ class BlockRunner(CachedRunner):
     def batch_invariant(self) -> bool:
         return self._native() is not None
 
+    @property
+    def any_slots(self) -> bool:
+        return self._native() is not None
+
     def _native(self) -> Native | None:
         """The functions that compute a step, where they can."""
-        fits = self.copies and self.device.type == "cpu" and self.model.lm_head.weight.dtype == torch.float32
-        return native() if fits and self.shape.head_dim % MULTIPLE == 0 else None
+        return native() if self.copies and self._fits else None
 
     def clear(self) -> None:
         super().clear()
@@ -79,26 +84,12 @@ class BlockRunner(CachedRunner):
     def refresh(self) -> None:
         self._weights = self._compiled = None
 
-    @torch.inference_mode()
     def forward(self, work: Work) -> Tensor:
-        self._prepare()
-        slots, ids, positions, last = _tokens_of(work.chunks)
-        if self._compiled is not None:
-            return self._compiled_step(self._compiled, work, slots, ids, positions, last)
-        n, s = len(work.ids), self.shape
-        columns = np.concatenate([np.where(work.active, work.positions, self.cache.columns), positions])
-        rows, positions = np.concatenate([np.arange(n), slots]), np.concatenate([work.positions, positions])
-        pick = self._tensor(np.concatenate([np.arange(n), n + last])) if work.chunks else None
-        target = rows * (self.cache.columns + 1) + columns
-        if s.kv_heads > 1:
-            target = (target + rows * (s.kv_heads - 1) * (self.cache.columns + 1))[:, None]
-            target = (target + np.arange(s.kv_heads) * (self.cache.columns + 1)).reshape(-1)
-        width = int(work.positions.max()) + 1 if n else 0
-        rotation = self.rope.table(int(positions.max()) + 1).index_select(0, self._tensor(positions))[:, None]
-        bias, buckets = self._bias(work.positions, work.active, width), list(self._buckets(work.chunks))
-        every, places = self._tensor(np.concatenate([work.ids, ids])), self._tensor(target)
-        return self._plain_step(every, rotation, places, n, width, bias, buckets, pick)
+        if (self._weights is None and self._compiled is None) or not self.cache.keys:
+            self._prepare()
+        return self._plain_step(work) if self._compiled is None else self._compiled_step(self._compiled, work)
 
+    @torch.inference_mode()
     def _prepare(self) -> None:
         """Make sure that the weights are in the form that a step reads, and that the cache is allocated."""
         if self._weights is None and self._compiled is None:
@@ -109,40 +100,52 @@ class BlockRunner(CachedRunner):
                 self._weights = weights
             else:
                 self._compiled = CompiledStep(found, weights, self.rope)
-        if not self.cache.keys:
-            like = self.model.lm_head.weight.new_empty(1, self.shape.kv_heads, self.shape.head_dim)
-            for i in range(self.shape.layers):
-                self.cache.layer(i, like, like)
+        like = self.model.lm_head.weight.new_empty(1, self.shape.kv_heads, self.shape.head_dim)
+        for i in range(self.shape.layers):
+            self.cache.layer(i, like, like)
 
-    def _compiled_step(
-        self, step: CompiledStep, work: Work, slots: Ints, ids: Ints, positions: Ints, last: Ints
-    ) -> Tensor:
-        """Compute the rows that decode, and the tokens of the chunks as `_tokens_of` gives them."""
-        n, own = len(work.ids), np.flatnonzero(work.active)
-        new = torch.empty if len(own) == n else torch.zeros  # the others have no logits
-        logits = new(n + len(last), len(self.model.lm_head.weight))
-        rows = np.full(len(own) + len(ids), -1, np.int64)
-        rows[: len(own)], rows[len(own) + last] = own, np.arange(n, n + len(last))
-        slots, ids = np.concatenate([own, slots]), np.concatenate([work.ids[own], ids])
-        positions = np.concatenate([work.positions[own], positions])
-        step(self.cache, ids, slots, positions, *self._alike.of(slots, positions), rows, logits)
+    def _compiled_step(self, step: CompiledStep, work: Work) -> Tensor:
+        """Compute the rows that decode and the tokens of the chunks, by numpy and one call of C: with few rows, an
+        operation of torch takes as long as a row does."""
+        n, slots, own = len(work.ids), work.slots, np.flatnonzero(work.active)
+        m = len(own)
+        fed, ids, positions, last = _tokens_of(work.chunks)
+        tokens = np.empty((6, m + len(ids)), np.int64)
+        tokens[0, :m], tokens[0, m:] = work.ids[own], ids
+        tokens[1, :m], tokens[1, m:] = own if slots is None else slots[own], fed
+        tokens[2, :m], tokens[2, m:] = work.positions[own], positions
+        tokens[3], tokens[4] = self._alike.of(tokens[1], tokens[2])
+        tokens[5, :m], tokens[5, m:] = own, -1
+        tokens[5, m + last] = np.arange(n, n + len(last))
+        logits = torch.empty(n + len(last), self._vocabulary)  # those of the others are not read
+        step(self.cache, tokens, logits)
         return logits
 
-    def _plain_step(
-        self, ids: Tensor, rotation: Tensor, target: Tensor, n: int, width: int, bias: Tensor | None,
-        buckets: list[Bucket], pick: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    @torch.inference_mode()
+    def _plain_step(self, work: Work) -> Tensor:
         """Compute a step by `block.hidden`, for any dtype, with weights shared or copied."""
         assert self._weights is not None
-        size = self.shape.head_dim
+        slots, ids, positions, last = _tokens_of(work.chunks)
+        n, s = len(work.ids), self.shape
+        columns = np.concatenate([np.where(work.active, work.positions, self.cache.columns), positions])
+        rows, positions = np.concatenate([np.arange(n), slots]), np.concatenate([work.positions, positions])
+        pick = self._tensor(np.concatenate([np.arange(n), n + last])) if work.chunks else None
+        places = rows * (self.cache.columns + 1) + columns
+        if s.kv_heads > 1:
+            places = (places + rows * (s.kv_heads - 1) * (self.cache.columns + 1))[:, None]
+            places = (places + np.arange(s.kv_heads) * (self.cache.columns + 1)).reshape(-1)
+        width = int(work.positions.max()) + 1 if n else 0
+        rotation = self.rope.table(int(positions.max()) + 1).index_select(0, self._tensor(positions))[:, None]
+        bias, buckets = self._bias(work.positions, work.active, width), list(self._buckets(work.chunks))
+        every, target = self._tensor(np.concatenate([work.ids, ids])), self._tensor(places)
 
         def attention_of(i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.cache.layer(i, k, v)
-            keys.view(-1, size).index_copy_(0, target, k.reshape(-1, size))
-            values.view(-1, size).index_copy_(0, target, v.reshape(-1, size))
+            keys.view(-1, s.head_dim).index_copy_(0, target, k.reshape(-1, s.head_dim))
+            values.view(-1, s.head_dim).index_copy_(0, target, v.reshape(-1, s.head_dim))
             return attend(q, keys, values, n, width, bias, buckets)
 
-        x = block.hidden(self._weights, ids, rotation, attention_of)
+        x = block.hidden(self._weights, every, rotation, attention_of)
         return self._weights.head(x if pick is None else x[pick]).float()
 
     def _tensor(self, array: Any) -> Tensor:

@@ -82,6 +82,10 @@ class CachedRunner:
         return False
 
     @property
+    def any_slots(self) -> bool:
+        return False
+
+    @property
     def slots(self) -> int:
         return self.cache.slots
 

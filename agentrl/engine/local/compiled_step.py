@@ -55,7 +55,8 @@ class Alike:
     def of(self, slots: Ints, positions: Ints) -> tuple[Ints, Ints]:
         """For tokens that are written now, [N]: the group of each one's slot, or -1, and how many tokens it shares."""
         over = slots[positions < self._shared[slots]]
-        self._group[over], self._shared[over] = -1, 0
+        if len(over):
+            self._group[over], self._shared[over] = -1, 0
         return self._group[slots], self._shared[slots]
 
 
@@ -86,34 +87,23 @@ class CompiledStep:
         )  # fmt: skip
         self._cosines = self._sines = torch.empty(0, s.head_dim // 2)
 
-    def __call__(
-        self,
-        cache: SlotCache,
-        ids: Ints,
-        slots: Ints,
-        positions: Ints,
-        groups: Ints,
-        shared: Ints,
-        rows: Ints,
-        logits: Tensor,
-    ) -> None:
+    def __call__(self, cache: SlotCache, tokens: Ints, logits: Tensor) -> None:
         """Compute a step's tokens, and put the logits of some into `logits` [rows, vocabulary].
 
-        All [N]: the ids; their slots, of which each one's tokens are next to each other and in order; their positions;
-        the groups of the slots that hold the same keys and values for their first `shared` tokens, which are then read
-        once, -1 for none; the rows of their logits, -1 for none.
+        tokens: int64 [6, N], contiguous: the ids; their slots, of which each one's tokens are next to each other and in
+        order; their positions; the groups of the slots that hold the same keys and values for their first tokens, which
+        are then read once, -1 for none; how many those are; the rows of their logits, -1 for none.
         """
-        most = int(positions.max()) + 1
+        most, count = int(tokens[2].max()) + 1, tokens.shape[1]
         if len(self._cosines) < most:
             table = self._rope.table(most)
             self._cosines, self._sines = table.real.contiguous(), table.imag.contiguous()
-        arrays = [np.ascontiguousarray(a, np.int64) for a in (ids, slots, positions, groups, shared, rows)]
         keys, values = _addresses(cache.keys), _addresses(cache.values)
-        tokens = Tokens(
-            len(ids), *(a.ctypes.data for a in arrays), self._cosines.data_ptr(), self._sines.data_ptr(),
+        first, size = tokens.ctypes.data, tokens.itemsize * count
+        self._native.step(self._model, Tokens(
+            count, *range(first, first + 6 * size, size), self._cosines.data_ptr(), self._sines.data_ptr(),
             ctypes.addressof(keys), ctypes.addressof(values), cache.columns + 1, logits.data_ptr(),
-        )  # fmt: skip
-        self._native.step(self._model, tokens)
+        ))  # fmt: skip
 
     def _panels(self, matrix: Tensor) -> Tensor:
         """matrix [outputs, inputs] in the layout of step.c: [panels, inputs, columns], padded by zeros."""

@@ -44,7 +44,7 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._step, self._sample = library.step, library.sample
         self._step.argtypes, self._step.restype = [POINTER(Model), POINTER(Tokens)], c_int
-        self._sample.argtypes, self._sample.restype = [c_int64, c_int64, *[c_void_p] * 5], c_int
+        self._sample.argtypes, self._sample.restype = [c_int64, c_int64, *[c_void_p] * 6], c_int
         self.panel_columns = int(library.panel_columns())
         """The outputs of a matrix that are computed together."""
 
@@ -53,17 +53,21 @@ class Native:
         if self._step(byref(model), byref(tokens)):
             raise EngineError(f"there is no memory for a step of {tokens.count} tokens")
 
-    def sample(self, logits: Tensor, inverse: Floats, uniform: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    def sample(
+        self, logits: Tensor, temperature: Floats, key: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], Floats]:
         """Sample one token per row, in one pass; return the tokens, int64 [N], and their log-probs, float32 [N].
 
-        logits: float32 [N, vocab], on the CPU. inverse: [N], one divided by the temperature; 0: the likeliest token,
-        with its log-prob at temperature 1. uniform: [N], in [0, 1). Raises EngineError if there is no memory for it.
+        logits: float32 [N, vocab], on the CPU. temperature: [N]; 0: the likeliest token, with its log-prob at
+        temperature 1. key, position: [N], of `uniforms`. Raises EngineError if there is no memory for it.
         """
-        logits, rows = logits.contiguous(), len(logits)
-        inverse, uniform = np.ascontiguousarray(inverse, np.float32), np.ascontiguousarray(uniform, np.float32)
+        logits, rows = logits.contiguous(), len(temperature)
         tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float32)
-        arrays = [array.ctypes.data for array in (inverse, uniform, tokens, logprobs)]
-        if self._sample(rows, logits.shape[1], logits.data_ptr(), *arrays):
+        arrays = (
+            np.ascontiguousarray(temperature, np.float32), np.ascontiguousarray(key, np.uint64),
+            np.ascontiguousarray(position, np.int64), tokens, logprobs,
+        )  # fmt: skip
+        if self._sample(rows, logits.shape[1], logits.data_ptr(), *[array.ctypes.data for array in arrays]):
             raise EngineError(f"there is no memory to sample from {logits.shape[1]} tokens")
         return tokens, logprobs
 

@@ -26,6 +26,7 @@ class RecomputeRunner:
 
     token_bytes = 8
     batch_invariant = False
+    any_slots = False
 
     def __init__(self, model: "PreTrainedModel") -> None:
         self.model = model

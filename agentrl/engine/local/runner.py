@@ -25,20 +25,22 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The input of one step: one token for each of the slots 0..n-1, and chunks of prompts in other slots.
+    """The input of one step: one token for each of n rows, and chunks of prompts in other slots.
 
-    Rows that are not active are computed too, but the state of their slots must not change, and their logits are not
-    read.
+    Rows that are not active may be computed too, but the state of their slots must not change, and their logits are
+    not read.
     """
 
     ids: Ints
-    """int64 [n]: the token of each slot."""
+    """int64 [n]: the token of each row."""
     positions: Ints
     """int64 [n]: the position of that token in its slot."""
     active: Bools
-    """bool [n]: whether the slot decodes in this step."""
+    """bool [n]: whether the row decodes in this step."""
     chunks: tuple[Chunk, ...]
-    """Chunks, in slots that are not active."""
+    """Chunks, in slots of no active row."""
+    slots: Ints | None = None
+    """int64 [n]: the slot of each row, for a runner with `any_slots`; None: 0..n-1."""
 
 
 class Runner(Protocol):
@@ -50,6 +52,11 @@ class Runner(Protocol):
     @property
     def batch_invariant(self) -> bool:
         """Whether the logits of a row are the same to the last bit whatever else is in its steps."""
+
+    @property
+    def any_slots(self) -> bool:
+        """Whether rows may be of any slots. Where they are of the first ones, those that decode are kept next to each
+        other: the gaps between them are computed, too."""
 
     @property
     def slots(self) -> int:

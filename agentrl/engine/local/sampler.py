@@ -55,36 +55,33 @@ def sample(logits: Tensor, choice: Choice) -> tuple[npt.NDArray[np.int64], npt.N
     logits: float32 [N, vocab]. The log-prob is that under softmax(logits / temperature), before top-k and top-p, and
     under softmax(logits) at temperature 0.
     """
-    greedy = choice.temperature <= 0
-    cut = ~greedy & ((choice.top_p < 1) | (choice.top_k > 0))
-    u = uniforms(choice.key, choice.position)
-    inverse = np.where(greedy, np.float32(0), 1 / np.where(greedy, np.float32(1), choice.temperature))
     compiled = native() if logits.is_cpu and logits.dtype == torch.float32 else None
     pick = _by_torch if compiled is None else compiled.sample
-    tokens, logprobs = pick(logits, inverse, u)
-    if cut.any():
-        rows = np.flatnonzero(cut)
+    tokens, logprobs = pick(logits, choice.temperature, choice.key, choice.position)
+    cut = (choice.top_p < 1) | (choice.top_k > 0)
+    if cut.any() and len(rows := np.flatnonzero(cut & (choice.temperature > 0))):
         index = torch.from_numpy(rows).to(logits.device)
-        scaled = logits[index] * torch.from_numpy(inverse[rows]).to(logits.device)[:, None]
-        log_p = scaled.log_softmax(-1)
-        chosen = _truncated(
-            log_p.exp(), torch.from_numpy(u[rows]).to(logits.device)[:, None], choice.top_p[cut], choice.top_k[cut]
-        )
+        inverse = torch.from_numpy(1 / choice.temperature[rows]).to(logits.device)
+        log_p = (logits[index] * inverse[:, None]).log_softmax(-1)
+        u = torch.from_numpy(uniforms(choice.key[rows], choice.position[rows])).to(logits.device)
+        chosen = _truncated(log_p.exp(), u[:, None], choice.top_p[rows], choice.top_k[rows])
         tokens[rows] = chosen.cpu().numpy()
         logprobs[rows] = log_p.gather(1, chosen[:, None])[:, 0].cpu().numpy()
     return tokens, logprobs
 
 
 def _by_torch(
-    logits: Tensor, inverse: npt.NDArray[np.float32], u: npt.NDArray[np.float32]
+    logits: Tensor,
+    temperature: npt.NDArray[np.float32],
+    key: npt.NDArray[np.uint64],
+    position: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """What `Native.sample` does, on any device."""
-    greedy = torch.from_numpy(inverse == 0).to(logits.device)
-    scale = torch.from_numpy(np.where(inverse == 0, np.float32(1), inverse)).to(logits.device)
+    greedy = torch.from_numpy(temperature <= 0).to(logits.device)
+    scale = torch.from_numpy(1 / np.where(temperature > 0, temperature, np.float32(1))).to(logits.device)
+    u = torch.from_numpy(uniforms(key, position)).to(logits.device)
     p = torch.softmax(logits * scale[:, None], -1)
-    tokens = torch.where(
-        greedy, logits.argmax(-1), _inverse_cdf(p, torch.from_numpy(u).to(logits.device)[:, None])[:, 0]
-    )
+    tokens = torch.where(greedy, logits.argmax(-1), _inverse_cdf(p, u[:, None])[:, 0])
     return tokens.cpu().numpy(), p.gather(1, tokens[:, None])[:, 0].log_().cpu().numpy()
 
 

@@ -35,7 +35,7 @@ class Plan:
     openers: tuple[Request, ...]
     """Requests whose prompt is complete after the step."""
     slots: Ints
-    """The slots whose next token is sampled: 0..n-1, then those of `openers`."""
+    """The slots whose next token is sampled: those of the rows of `work`, then those of `openers`."""
     pick: Ints | None
     """The row of the logits for each of `slots`; None: all rows, in order."""
     choice: Choice
@@ -125,23 +125,26 @@ class Scheduler:
         self.slots.step += 1
         self._grow()
         self._admit()
-        self.slots.compact()
+        if not self.runner.any_slots:
+            self.slots.compact()
         rows = self.slots.rows
-        active = np.flatnonzero(rows.active)
-        n = int(active[-1]) + 1 if len(active) else 0
-        mask = rows.active[:n].copy()
-        positions = np.where(mask, rows.length[:n], 0)
+        decoding = np.flatnonzero(rows.active)
+        if not self.runner.any_slots:
+            decoding = np.arange(int(decoding[-1]) + 1 if len(decoding) else 0)
         chunks, feeds = self._feed()
-        if not n and not chunks:
+        if not len(decoding) and not chunks:
             return None
-        work = Work(rows.last[:n].copy(), positions, mask, tuple(chunks))
-        slots, pick = np.arange(n), None
-        openers: list[Request] = []
+        active = rows.active[decoding]
+        positions = np.where(active, rows.length[decoding], 0)
+        work = Work(rows.last[decoding], positions, active, tuple(chunks), decoding)
+        slots, pick, openers = decoding, None, list[Request]()
         if feeds:
+            n = len(decoding)
             tail = [(n + j, r) for j, (f, end) in enumerate(feeds) if end == len(f.ids) for r in (f, *self._feeding[f])]
             openers = [r for _, r in tail]
-            pick = np.array([*range(n), *(row for row, _ in tail)], np.int64)
-            slots = np.array([*range(n), *(r.slot for r in openers)], np.int64)
+            if [row for row, _ in tail] != list(range(n, n + len(feeds))):
+                pick = np.array([*range(n), *(row for row, _ in tail)], np.int64)
+            slots = np.concatenate([decoding, np.array([r.slot for r in openers], np.int64)])
             positions = np.concatenate([positions, np.array([len(r.ids) - 1 for r in openers], np.int64)])
         matchers = self._matchers(slots, work)
         return Plan(work, tuple(feeds), tuple(openers), slots, pick, rows.choice(slots, positions + 1), matchers)
@@ -161,13 +164,13 @@ class Scheduler:
     def compute(self, plan: Plan) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Run the model; return token and log-prob for each of plan.slots. Uses only the runner and the plan."""
         logits = self.runner.forward(plan.work)
-        with torch.inference_mode():
-            if plan.pick is not None:
-                logits = logits[torch.from_numpy(plan.pick).to(logits.device)]
-            if not len(logits):
-                return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        if not len(plan.slots):
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        if plan.pick is not None:
+            logits = logits.index_select(0, torch.from_numpy(plan.pick).to(logits.device))
+        if plan.matchers:
             logits = constrained(logits, {row: matcher.bits() for row, matcher in plan.matchers.items()})
-            return sample(logits, plan.choice)
+        return sample(logits, plan.choice)
 
     def commit(
         self, plan: Plan, tokens: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
@@ -175,9 +178,10 @@ class Scheduler:
         """Store the step's result; return the turns that ended. Raises FloatingPointError for log-probs that are not
         finite."""
         rows, n = self.slots.rows, len(plan.work.ids)
+        decoding = plan.slots[:n]
         kept = np.zeros(len(plan.slots), np.bool_)  # those of plan.slots whose request is still running
-        kept[:n] = plan.work.active & rows.active[:n]
-        rows.length[:n] += kept[:n]
+        kept[:n] = plan.work.active & rows.active[decoding]
+        rows.length[decoding] += kept[:n]
         self._fed(plan.feeds)
         for j, request in enumerate(plan.openers):
             if request in self._running:

@@ -1,4 +1,4 @@
-"""`Slots`: assigns conversations to slots, evicts idle ones if memory is short, and keeps the decoding rows dense.
+"""`Slots`: assigns conversations to slots, evicts idle ones if memory is short, closes gaps between decoding rows.
 
 Invariant: a slot is free or holds exactly one conversation, of which the first `rows.length[slot]` ids are computed.
 """

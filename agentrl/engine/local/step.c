@@ -282,17 +282,25 @@ static float largest_of(const float *row, int64_t n, int64_t *where) {
     return most;
 }
 
-/* Sample a token of each row: the first whose cumulative probability exceeds the row's uniform number.
+/* The number in [0, 1) of a key and a position: as `uniforms` in sampler.py. */
+static float uniform_of(uint64_t key, uint64_t position) {
+    uint64_t x = key + position * 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return (float)((x ^ (x >> 31)) >> 41) * 0x1p-23f;
+}
+
+/* Sample a token of each row: the first whose cumulative probability exceeds the number of the row's key and position.
  *
- * logits: [rows, vocabulary]. inverse: [rows], one divided by the temperature; 0: the likeliest token, with its
- * probability at temperature 1. logprobs: their natural logarithms before any truncation. Returns 1 without memory. */
-int sample(int64_t rows, int64_t vocabulary, const float *logits, const float *inverse, const float *uniform,
-           int64_t *tokens, float *logprobs) {
+ * logits: [rows, vocabulary]. temperature: [rows]; 0: the likeliest token, with its probability at temperature 1.
+ * logprobs: their natural logarithms before any truncation. Returns 1 without memory. */
+int sample(int64_t rows, int64_t vocabulary, const float *logits, const float *temperature, const uint64_t *key,
+           const int64_t *position, int64_t *tokens, float *logprobs) {
     const int64_t pieces = (vocabulary + PIECE - 1) / PIECE;
     float *e = malloc(pieces * PIECE * sizeof(float));
     double *sum = malloc(pieces * sizeof(double));
     for (int64_t r = 0; r < rows && e && sum; r++) {
-        const float *x = logits + r * vocabulary, by = inverse[r] > 0 ? inverse[r] : 1;
+        const float *x = logits + r * vocabulary, by = temperature[r] > 0 ? 1 / temperature[r] : 1;
         int64_t likeliest, token = 0;
         const float most = largest_of(x, vocabulary, &likeliest);
         double total = 0, before = 0;
@@ -316,8 +324,8 @@ int sample(int64_t rows, int64_t vocabulary, const float *logits, const float *i
             for (int j = 0; j < 8; j++) sum[p] += piece[j];
             total += sum[p];
         }
-        const double wanted = uniform[r] * total;
-        if (inverse[r] > 0) {
+        const double wanted = uniform_of(key[r], position[r]) * total;
+        if (temperature[r] > 0) {
             int64_t p = 0, last = vocabulary - 1;
             while (p < pieces - 1 && before + sum[p] <= wanted) before += sum[p++];
             const int64_t end = (p + 1) * PIECE < vocabulary ? (p + 1) * PIECE : vocabulary;

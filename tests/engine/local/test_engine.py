@@ -44,6 +44,10 @@ def count_work(engine: LocalEngine) -> list[Work]:
     return seen
 
 
+LAST = 0xCF9A04AFFA6BADC0
+"""The key whose first number is the largest."""
+
+
 def choices(n: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> Choice:
     key = np.arange(n, dtype=np.uint64) * np.uint64(key_of(5))
     floats = np.full(n, temperature, np.float32), np.full(n, top_p, np.float32)
@@ -91,18 +95,43 @@ def test_the_token_is_where_the_cumulative_probability_passes_the_number_drawn(v
     logits[:, ::3] = -torch.inf
     logits[: n // 2, vocabulary // 40 : vocabulary * 3 // 4] = -torch.inf
     logits[: n // 2, 1] = 0.0
-    u = torch.cat([torch.rand(n - 2, generator=random), torch.tensor([0.0, 1 - 2**-23])]).numpy()
-    inverse = np.where(np.arange(n) % 5, np.float32(1), np.float32(0.7))
-    tokens, logprobs = (made.sample if compiled and made is not None else _by_torch)(logits, inverse, u)
-    p = (logits.double() * torch.from_numpy(inverse)[:, None]).softmax(-1)
+    keys = [*(key_of(seed) for seed in range(n - 2)), 0, LAST]
+    drawn = np.array(keys, np.uint64), np.array([*range(n - 2), 0, 0])
+    u, temperature = uniforms(*drawn), np.where(np.arange(n) % 5, np.float32(1), np.float32(1.4))
+    pick = made.sample if compiled and made is not None else _by_torch
+    assert (u[-2], u[-1]) == (0, 1 - 2**-23)
+    tokens, logprobs = pick(logits, temperature, *drawn)
+    p = (logits.double() / torch.from_numpy(temperature)[:, None]).softmax(-1)
     own = p.gather(1, torch.from_numpy(tokens)[:, None])[:, 0].numpy()
     after = p.cumsum(-1).gather(1, torch.from_numpy(tokens)[:, None])[:, 0].numpy()
     assert (own > 0).all()
     assert ((after - own - 1e-5 <= u) & (u <= after + 1e-5)).all()
     assert np.allclose(logprobs, np.log(own), atol=2e-5)
-    likeliest, best = (made.sample if compiled and made is not None else _by_torch)(logits, 0 * inverse, u)
+    likeliest, best = pick(logits, 0 * temperature, *drawn)
     assert (likeliest == logits.argmax(-1).numpy()).all()
     assert np.allclose(best, logits.log_softmax(-1).max(-1).values, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+async def test_the_last_rows_are_computed_alone(compiled: bool, engine: LocalEngine) -> None:
+    """In their slots by a compiled step; by torch's operations, which compute the gaps before them, in the first."""
+    if compiled and native() is None:
+        pytest.skip("no C compiler is installed")
+    engine.runner.copies = compiled  # type: ignore[attr-defined]
+    assert engine.runner.any_slots is compiled
+    seen, prompts = count_work(engine), [[i, i + 1, i + 2] for i in range(8)]
+    lengths = [2] * 6 + [40] * 2
+    await asyncio.gather(
+        *(
+            engine.generate(ids, Sampling(max_tokens=n, seed=1), str(i))
+            for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
+        )
+    )
+    at = [work.slots.tolist() for work in seen if work.slots is not None]
+    assert at[1] == list(range(8))
+    assert at[-1] == ([6, 7] if compiled else [0, 1])
+    assert at.count(at[-1]) > 30
+    await engine.close()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

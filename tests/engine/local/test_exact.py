@@ -309,6 +309,8 @@ def test_a_compiled_step_gives_a_row_the_same_bits_whatever_is_beside_it(name: s
                 assert torch.equal(own, logits[len(work.ids) + slot // samples])
             elif work.active[slot]:
                 assert torch.equal(runner.forward(Work(work.ids, work.positions * only, only, ()))[slot], logits[slot])
+                row = Work(work.ids[only], work.positions[only], only[only], (), np.flatnonzero(only))
+                assert torch.equal(runner.forward(row)[0], logits[slot])
         used = torch.from_numpy(np.concatenate([work.active, np.ones(len(fed), np.bool_)]))
         assert torch.allclose(logits[used], other[used], atol=2e-4)
         for runner in (together, torch_only):

@@ -61,11 +61,15 @@ class HeldOut:
             chosen[split] = [wanted[i] for i in lengths.fitting]
         return cls(player, chosen, recipe.eval.samples, recipe.eval.rollout, tuple(splits), choosing), notes
 
-    async def play(self, splits: Sequence[str], after: int = 0) -> dict[str, tuple[SplitResult, list[Group]]]:
-        """Play all tasks of `splits` at once; return the result and the groups of each.
+    async def play(self, split: str, after: int = 0) -> tuple[SplitResult, list[Group]]:
+        """Play all tasks of `split`; return the result and the groups.
 
         after: training steps done so far; part of the session ids, not of the seeds.
         """
+        return (await self.play_all((split,), after))[split]
+
+    async def play_all(self, splits: Sequence[str], after: int = 0) -> dict[str, tuple[SplitResult, list[Group]]]:
+        """What `play` returns of each of `splits`, all played at once."""
         sampled = await self.at_once(splits, partial(self.sample, after=after))
         return {
             split: (summarize(split, outcomes_of(groups, self.solved)), groups) for split, groups in sampled.items()

@@ -230,7 +230,7 @@ class Loop:
         metrics: dict[str, float] = {}
         start = perf_counter()
         with span(f"evaluation {', '.join(splits)}"):
-            played = self.interrupts.run(partial(self.held_out.play, splits, after=self.step))
+            played = self.interrupts.run(partial(self.held_out.play_all, splits, after=self.step))
         for split, (result, groups) in played.items():
             found[split] = result.interval
             metrics |= {f"eval/{split}/{name}": value for name, value in _held_out(result, groups).items()}

@@ -69,7 +69,7 @@ def test_greedy_samples_of_a_task_are_one_and_the_same(evaluation: Evaluation) -
         player = await Player.build(recipe)
         try:
             held_out, _ = await HeldOut.prepare(player, recipe, ("large",))
-            _, groups = (await held_out.play(["large"]))["large"]
+            _, groups = await held_out.play("large")
         finally:
             await player.close()
         return [{json.dumps(t.messages) for t in group.trajectories} for group in groups]
@@ -100,11 +100,11 @@ async def test_splits_are_played_at_once_and_share_the_requests_in_flight(monkey
     monkeypatch.setattr(player.engine, "generate", counted)
     try:
         held_out, _ = await HeldOut.prepare(player, recipe, ("test", "large"))
-        played = await held_out.play(["test", "large"])
+        played = await held_out.play_all(["test", "large"])
         assert {split: result.tasks for split, (result, _) in played.items()} == {"test": 8, "large": 8}
         assert most == 6  # three each
         for split, (result, _) in played.items():  # what one alone comes to
-            assert (await held_out.play([split]))[split][0] == result
+            assert (await held_out.play(split))[0] == result
     finally:
         await player.close()
 

@@ -474,7 +474,7 @@ def _fail(request: Request, error: Exception) -> None:
 
 
 def _added(serial: int, r: Request) -> Command:
-    ids = r.ids.astype(np.int32) if len(r.ids) and int(r.ids.max()) < 2**31 else r.ids
+    ids = r.ids.astype(np.int64).tobytes()
     return "add", serial, r.request_id, ids, r.sampling, r.key, r.room, r.on_tokens is not None
 
 
@@ -607,7 +607,7 @@ class _Worker:
                 scheduler.runner.clear()
             self._told.append(("acknowledged",))
 
-    def _add(self, serial: int, request_id: str, ids: Any, sampling: Any, key: int, room: int, reads: bool) -> None:
+    def _add(self, serial: int, request_id: str, ids: bytes, sampling: Any, key: int, room: int, reads: bool) -> None:
         matcher = None
         if sampling.constraint is not None:
             try:
@@ -618,7 +618,7 @@ class _Worker:
                 self._told.append(("refused", serial, str(error)))
                 return
         on_tokens = _unread if reads else None
-        prompt = ids.astype(np.int64)
+        prompt = np.frombuffer(ids, np.int64)
         future: asyncio.Future[Generation] = self._loop.create_future()
         request = Request(request_id, prompt, sampling, key, room, future, on_tokens=on_tokens, matcher=matcher)
         self._requests[serial], self._serials[request] = request, serial

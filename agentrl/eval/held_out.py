@@ -77,15 +77,21 @@ class HeldOut:
 
     async def at_once(self, splits: Sequence[str], play: Callable[..., Coroutine[object, object, T]]) -> dict[str, T]:
         """What `play(split, limits=...)` returns of each, all running at once, so that none waits for the last rollouts
-        of another. limits: their share of the requests in flight; for `sample`.
+        of another; no more of them than there may be requests in flight. limits: the share of those; for `sample`.
 
         Raises UserError of the first that does; the others are cancelled.
         """
         concurrency = self.player.recipe.rollout.model_copy(update=dict(self.limits)).concurrency
-        limits = {"concurrency": max(1, concurrency // max(1, len(splits)))}
+        count = max(1, min(len(splits), concurrency))
+        limits, turn = {"concurrency": concurrency // count}, asyncio.Semaphore(count)
+
+        async def in_turn(split: str) -> T:
+            async with turn:
+                return await play(split, limits=limits)
+
         try:
             async with asyncio.TaskGroup() as playing:
-                tasks = {split: playing.create_task(play(split, limits=limits)) for split in splits}
+                tasks = {split: playing.create_task(in_turn(split)) for split in splits}
         except ExceptionGroup as errors:
             if (ours := errors.subgroup(UserError)) is not None:
                 raise ours.exceptions[0] from None

@@ -14,6 +14,7 @@ kept; of a tower that attends in windows, attention counts in the layers without
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +241,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     CPU."""
     if device.type == "cuda":
         return known_peak(torch.cuda.get_device_name(device), dtype)
-    return _measured_peak(dtype) if device.type == "cpu" else None
+    return _measured_peak(dtype, torch.get_num_threads()) if device.type == "cpu" else None
 
 
 def peak_of(model: "PreTrainedModel", recipe: Recipe, device: torch.device) -> float | None:
@@ -255,8 +256,10 @@ def known_peak(name: str, dtype: torch.dtype) -> float | None:
     return None if found is None else TERA * found[dtype == torch.float32]
 
 
-def _measured_peak(dtype: torch.dtype) -> float:
-    """Measure a few matrix products, of growing size while there is time; return the best FLOP/s."""
+@cache
+def _measured_peak(dtype: torch.dtype, threads: int) -> float:
+    """Measure a few matrix products, of growing size while there is time; return the best FLOP/s. It is measured once
+    for each number of threads, which this process has when it asks."""
     best, spent, width = 0.0, 0.0, 128
     while spent < PROBE_SECONDS:
         a, b = torch.ones(width, width, dtype=dtype), torch.ones(width, width, dtype=dtype)

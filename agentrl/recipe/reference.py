@@ -3,7 +3,10 @@
 python -m agentrl.recipe.reference > docs/reference/recipe.md
 """
 
+import ast
+import inspect
 import json
+import textwrap
 import types
 import typing
 from collections.abc import Iterable
@@ -41,7 +44,10 @@ def reference() -> str:
 def _section(model: type[BaseModel], prefix: str) -> Iterable[str]:
     """Yield a table of the keys of one section, then the sections below it."""
     fields = model.model_fields
-    rows = [_row(prefix + name, info) for name, info in fields.items() if not _always_there(info)]
+    meanings = _meanings(model)
+    rows = [
+        _row(prefix + name, info, meanings.get(name, "")) for name, info in fields.items() if not _always_there(info)
+    ]
     if prefix:
         yield f"\n## {prefix.removesuffix('.')}\n\n{_flat(model.__doc__)}\n"
     if rows:
@@ -57,9 +63,26 @@ def _always_there(info: FieldInfo) -> bool:
     return section_of(info.annotation) is not None and info.default is not None
 
 
-def _row(key: str, info: FieldInfo) -> str:
+def _meanings(model: type[BaseModel]) -> dict[str, str]:
+    """The string below each field of a model, its base classes' first. (Pydantic's own reading of them would be a
+    fifth of what importing the recipe takes, at every start.)"""
+    found: dict[str, str] = {}
+    for kind in reversed(model.__mro__):
+        if not issubclass(kind, BaseModel) or kind is BaseModel:
+            continue
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, text in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                match text:
+                    case ast.Expr(value=ast.Constant(value=str() as meaning)):
+                        found[field.target.id] = meaning
+    return found
+
+
+def _row(key: str, info: FieldInfo, meaning: str) -> str:
     unit = next((mark.name for mark in info.metadata if isinstance(mark, Unit)), "")
-    cells = (f"`{key}`", _type(info.annotation, info.metadata), unit, _default(info), _flat(info.description))
+    cells = (f"`{key}`", _type(info.annotation, info.metadata), unit, _default(info), _flat(meaning))
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
 
 

@@ -14,7 +14,7 @@ from agentrl import Recipe, UserError, __version__
 from agentrl.recipe import reader
 from agentrl.recipe.document import dump, read_document
 from agentrl.recipe.load import dump_recipe, load_recipe, recipe_name, show_recipe
-from agentrl.recipe.mistakes import known_fields, section_of
+from agentrl.recipe.mistakes import known_fields
 from agentrl.recipe.presets import PRESETS
 from agentrl.recipe.reference import reference
 from agentrl.recipe.sections.algorithm import AlgorithmSection
@@ -321,9 +321,11 @@ def test_every_key_is_described_and_there_are_at_most_260():
     fields = known_fields(Recipe, lists=True)
     keys = {key: info for key, info in fields.items() if not any(other.startswith(f"{key}.") for other in fields)}
     assert {"train.lr", "sft.new_model.config", "rollout.n", "model.lora.rank", "tools.N.args"} <= keys.keys()
-    assert [key for key, info in keys.items() if not info.description] == []
-    assert [key for key, info in fields.items() if not (info.description or section_of(info.annotation).__doc__)] == []
     assert 100 < len(keys) <= 260
+    page = reference().splitlines()
+    assert {row.split("`")[1] for row in page if row.startswith("| `")} >= keys.keys()
+    assert [row for row in page if row.startswith("| `") and row.endswith("|  |")] == []
+    assert [page[at] for at, line in enumerate(page[2:], 2) if page[at - 2].startswith("## ") and not line] == []
 
 
 def test_the_reference_of_the_recipe_is_up_to_date():

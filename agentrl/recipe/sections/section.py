@@ -44,7 +44,7 @@ Workers = Annotated[int, Field(gt=0), Unit("workers")]
 class Section(BaseModel):
     """A part of a recipe: it refuses unknown keys, and does not change once it is read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     def changed(self, **values: object) -> Self:
         """The section with other values, which are not checked. Of a section in it, a mapping changes the keys

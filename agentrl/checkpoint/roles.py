@@ -1,9 +1,10 @@
 """The state of roles: written by every rank, read by any number of ranks.
 
-`trainer/<role>/` is a torch distributed checkpoint of these tensors, by parameter names without sharding:
-`weight.<p>` (the master if there is one), `buffer.<b>`, the optimizer's state of each parameter
-(`exp_avg.<p>`, `exp_avg_sq.<p>`, `step.<p>`), and the state of torch's random numbers on each rank (`rng.<rank>`,
-`rng_cuda.<rank>`). Parameters that neither are trained nor follow others are not in it.
+`trainer/<role>/` holds these tensors, by parameter names without sharding: `weight.<p>` (the master if there is one),
+`buffer.<b>`, the optimizer's state of each parameter (`exp_avg.<p>`, `exp_avg_sq.<p>`, `step.<p>`), and the state of
+torch's random numbers on each rank (`rng.<rank>`, `rng_cuda.<rank>`). One process writes a safetensors file, several
+write a torch distributed checkpoint; either is read by any number. Parameters that neither are trained nor follow
+others are not in it.
 """
 
 import hashlib
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from agentrl.checkpoint import disk
+from agentrl.checkpoint import disk, state_file
 from agentrl.checkpoint.huggingface import HuggingFace
 from agentrl.checkpoint.pending import Pending
 from agentrl.errors import UserError
@@ -23,14 +24,41 @@ from agentrl.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from agentrl.checkpoint import sharded  # with torch's distributed tensors: a second that a start can do without
-
 ACTOR = "actor"
 TRAINER = "trainer"
 WEIGHT, BUFFER, MASTER = "weight.", "buffer.", "master."
 RNG = RNG_CPU, RNG_CUDA = "rng.", "rng_cuda."
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that wrappers of modules add to the names of parameters."""
+
+
+Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name -> whole shape and dtype."""
+
+
+class Format(Protocol):
+    """How the tensors of a role are stored in a folder: the modules `state_file` and `sharded`."""
+
+    @property
+    def UNREADABLE(self) -> tuple[type[BaseException], ...]:  # noqa: N802 - a constant of theirs
+        """Raised for files that are missing, damaged or of another kind."""
+
+    def describe(self, folder: Path, /) -> Described:
+        """Names, shapes and dtypes. Raises one of UNREADABLE."""
+
+    def missing(self, folder: Path, /) -> str | None:
+        """The first file that is missing or too short; None: all are complete."""
+
+    def read(self, tensors: Mapping[str, Tensor], folder: Path, /) -> None:
+        """Fill `tensors` in place, each rank its own part. Raises one of UNREADABLE."""
+
+
+def _format(folder: Path) -> Format:
+    if (folder / state_file.FILE).is_file():
+        return state_file
+    from agentrl.checkpoint import sharded  # with torch's distributed tensors: a second that one process can do without
+
+    return sharded
 
 
 class OptimizerState(Protocol):
@@ -73,17 +101,18 @@ def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: dist.Proc
             refused = _begin(exported, folder)
 
     def write() -> None:
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        from agentrl.checkpoint import sharded
-
         try:
             _agree(refused, group)
             for name, tensors in copied.items():
+                if group is None:
+                    state_file.write(tensors, folder / TRAINER / name)
+                    continue
+                from agentrl.checkpoint import sharded
+
                 sharded.write(tensors, folder / TRAINER / name, group)
             if exported is not None:
                 exported.write(folder, group)
-        except (OSError, RuntimeError, CheckpointException) as error:
+        except BaseException as error:  # boundary: torch's CheckpointException, which holds the ranks' errors, is one
             if line := disk.refused(folder, error):
                 raise UserError(line) from error
             raise
@@ -93,10 +122,8 @@ def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: dist.Proc
 
 def check_whole(folder: Path) -> None:
     """Raises UserError unless everything that the ranks wrote to `folder` is visible to this process."""
-    from agentrl.checkpoint import sharded
-
     roles = [path for path in (folder / TRAINER).glob("*") if path.is_dir()]
-    absent = next((path / name for path in roles if (name := sharded.missing(path))), None if roles else folder)
+    absent = next((path / name for path in roles if (name := _format(path).missing(path))), None if roles else folder)
     if absent is not None:
         raise UserError(
             f"{absent} was written by a worker, but is not visible to the controller: give a run on several machines "
@@ -126,13 +153,12 @@ def load_roles(roles: Mapping[str, RoleState], folder: Path, *, rank: int = 0) -
 
     Raises UserError: a role was not saved, is of another model, or its files are damaged.
     """
-    from agentrl.checkpoint import sharded
-
     for name, role in roles.items():
         path = folder / TRAINER / name
+        form = _format(path)
         try:
-            _load(role, path, rank)
-        except sharded.UNREADABLE as error:
+            _load(role, form, path, rank)
+        except form.UNREADABLE as error:
             raise UserError(f"{folder}: the trainer's state cannot be restored: {_why(error, name, path)}") from error
 
 
@@ -189,19 +215,17 @@ def _stand_in(role: RoleState, state: Mapping[str, Tensor]) -> Callable[[Tensor]
     return lambda tensor: copies.get(id(tensor), tensor.detach())
 
 
-def _load(role: RoleState, path: Path, rank: int) -> None:
-    from agentrl.checkpoint import sharded
-
-    saved = sharded.describe(path)
+def _load(role: RoleState, form: Format, path: Path, rank: int) -> None:
+    saved = form.describe(path)
     live = _tensors(role)
     _compare(live, saved)
     states = _empty_rng(saved, rank)
-    sharded.read({**{name: tensor.detach() for name, tensor in live.items()}, **states}, path)
+    form.read({**{name: tensor.detach() for name, tensor in live.items()}, **states}, path)
     role.optimizer.load_named_state(role.optimizer.named_state())  # copies the masters into the model
     restore_rng(states, rank)
 
 
-def _compare(live: Mapping[str, Tensor], saved: "sharded.Described") -> None:
+def _compare(live: Mapping[str, Tensor], saved: Described) -> None:
     """Raises ValueError for the first difference."""
     differ = {name for name in saved if not name.startswith(RNG)} ^ live.keys()
     if odd := sorted(differ, key=lambda name: (not name.startswith(WEIGHT), name)):
@@ -221,7 +245,7 @@ def rng_state(rank: int) -> dict[str, Tensor]:
     return found
 
 
-def _empty_rng(saved: "sharded.Described", rank: int) -> dict[str, Tensor]:
+def _empty_rng(saved: Described, rank: int) -> dict[str, Tensor]:
     """Tensors for the saved states of this rank, or of rank 0 if there was no such rank."""
     source = rank if f"{RNG_CPU}{rank}" in saved else 0
     names = [name for kind in RNG if (name := f"{kind}{source}") in saved]

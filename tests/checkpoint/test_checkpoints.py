@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_help import SMALL_FILES, Role, everything, learn, learned, names, same, tiny
+from checkpoint_help import SMALL_FILES, Role, as_ranks_write, everything, learn, learned, names, same, tiny
 from lora_help import merged_state
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from agentrl.checkpoint import sharded
+from agentrl.checkpoint import sharded, state_file
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.huggingface import HuggingFace, save_model
 from agentrl.checkpoint.pending import Pending
-from agentrl.checkpoint.roles import load_roles, restore_rng, rng_state, save_roles
+from agentrl.checkpoint.roles import _state, load_roles, restore_rng, rng_state, save_roles
 from agentrl.errors import UserError
 from agentrl.models import lora
 from agentrl.recipe.sections.model import LoraSection
@@ -34,6 +34,9 @@ def adapted(seed: int = 0) -> Any:
     model = tiny(seed)
     lora.add_adapter(model, LoraSection(rank=2, targets=("q_proj", "down_proj")), "base")
     return model
+
+
+WRITTEN = len(_state(learned(1), 0))  # tensors of a role
 
 
 MODELS: dict[str, Callable[[], Any]] = {
@@ -127,7 +130,7 @@ def test_an_adapter_is_merged_and_lies_beside(tmp_path: Path) -> None:
     ids = torch.arange(9)[None]
     torch.testing.assert_close(adapter(ids).logits, merged(ids).logits, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(merged(ids).logits, tiny()(ids).logits, atol=1e-3)
-    described = sharded.describe(saved.path / "trainer" / "actor")
+    described = state_file.describe(saved.path / "trainer" / "actor")
     assert {name for name in described if name.startswith("weight.")} == {
         f"weight.{name}" for name, p in role.model.named_parameters() if "lora" in name and p.requires_grad
     }
@@ -138,8 +141,8 @@ class Gate:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
-        self._write = sharded.write
-        patch.setattr(sharded, "write", self._wait)
+        self._write = state_file.write
+        patch.setattr(state_file, "write", self._wait)
 
     def _wait(self, *arguments: Any) -> None:
         self.reached.set()
@@ -265,18 +268,18 @@ def refuses(patch: pytest.MonkeyPatch, owner: Any, name: str, after: int = 0) ->
 
 
 def places() -> Iterator[Any]:
-    from agentrl.checkpoint import disk, huggingface
+    from agentrl.checkpoint import checkpoints, disk, huggingface
     from agentrl.checkpoint import safetensors_writer as tensor_files
 
     yield pytest.param(Path, "mkdir", 1, id="folder")
     yield pytest.param(HuggingFace, "begin", 0, id="config")
-    yield pytest.param(sharded.FileSystemWriter, "write_data", 0, id="trainer")
-    yield pytest.param(sharded.FileSystemWriter, "finish", 0, id="metadata")
-    yield pytest.param(tensor_files, "_write_values", 3, id="weights")
+    yield pytest.param(state_file, "write", 0, id="trainer")
+    yield pytest.param(tensor_files, "_write_values", 3, id="moments")
+    yield pytest.param(tensor_files, "_write_values", WRITTEN + 3, id="weights")
     yield pytest.param(huggingface, "write_model", 0, id="shard")
     yield pytest.param(Path, "write_text", 0, id="state")
     yield pytest.param(disk, "flush", 0, id="flush")
-    yield pytest.param(Path, "rename", 0, id="rename")
+    yield pytest.param(checkpoints, "rename", 0, id="rename")
 
 
 @pytest.mark.quick_cases(2)
@@ -313,7 +316,7 @@ def test_a_failure_in_the_background_is_told_at_the_next_opportunity_and_once(
 ) -> None:
     role, checkpoints = learned(1), Checkpoints(tmp_path, 2)
     with monkeypatch.context() as patch:
-        refuses(patch, sharded.FileSystemWriter, "write_data")
+        refuses(patch, state_file, "write")
         checkpoints.begin(1, saver(actor=role), {})
         while names(tmp_path):
             pass
@@ -360,15 +363,27 @@ def test_what_a_worker_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
 
     def partly(folder: Path) -> Pending:
         save_roles({"actor": role}, folder).result()
-        (folder / "trainer" / "actor" / "__0_0.distcp").unlink()
+        (folder / "trainer" / "actor" / state_file.FILE).unlink()
         return Pending(lambda: None)
 
     def cut(folder: Path) -> Pending:
         save_roles({"actor": role}, folder).result()
+        write(folder / "trainer" / "actor" / state_file.FILE, b"cut")
+        return Pending(lambda: None)
+
+    def partly_by_ranks(folder: Path) -> Pending:
+        save_roles({"actor": role}, folder).result()
+        as_ranks_write(folder)
+        (folder / "trainer" / "actor" / "__0_0.distcp").unlink()
+        return Pending(lambda: None)
+
+    def cut_by_ranks(folder: Path) -> Pending:
+        save_roles({"actor": role}, folder).result()
+        as_ranks_write(folder)
         write(folder / "trainer" / "actor" / "__0_0.distcp", b"cut")
         return Pending(lambda: None)
 
-    for step, way in enumerate((elsewhere, partly, cut), 1):
+    for step, way in enumerate((elsewhere, partly, cut, partly_by_ranks, cut_by_ranks), 1):
         with pytest.raises(UserError, match=f"folder that all of them share; the checkpoint of step {step} is lost"):
             checkpoints.save(step, way, {})
         assert names(tmp_path / "checkpoints") == []
@@ -389,6 +404,9 @@ def test_a_lost_worker_is_left_to_who_can_start_another(tmp_path: Path) -> None:
 def damaged(saved: Path) -> Iterator[tuple[str, Callable[[], None], str]]:
     trainer = saved / "trainer"
     yield "gone", lambda: shutil.rmtree(trainer / "actor"), "no actor was saved there"
+    yield "state", lambda: write(trainer / "actor" / state_file.FILE, b"nonsense"), "actor: .*header"
+    yield "cut", lambda: cut(trainer / "actor" / state_file.FILE), "actor: .*incomplete|actor: .*covered"
+    as_ranks_write(saved)
     yield "metadata", lambda: write(trainer / "actor" / ".metadata", b"nonsense"), "actor: .*pickle|actor: .*load key"
     yield "values", lambda: write(trainer / "actor" / "__0_0.distcp", b"cut"), "actor: "
     yield "missing", lambda: (trainer / "actor" / "__0_0.distcp").unlink(), "actor: .*No such file"
@@ -396,6 +414,10 @@ def damaged(saved: Path) -> Iterator[tuple[str, Callable[[], None], str]]:
 
 def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
 
 
 class Hostile:
@@ -446,6 +468,7 @@ def test_a_hostile_checkpoint_runs_nothing(tmp_path: Path) -> None:
     import pickle
 
     saved, ran = Checkpoints(tmp_path, 1).save(1, saver(actor=learned(1)), {}), tmp_path / "ran"
+    as_ranks_write(saved.path)
     attacks = list(hostile(saved.path, ran))
     for name, attack in attacks:
         write(saved.path / "trainer" / "actor" / ".metadata", pickle.dumps(attack))
@@ -466,6 +489,7 @@ def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path) -> None:
             return (getattr, (type(found), found.name)) if isinstance(found, enum.Enum) else NotImplemented
 
     saved = Checkpoints(tmp_path, 1).save(1, saver(actor=learned(1)), {})
+    as_ranks_write(saved.path)
     file = saved.path / "trainer" / "actor" / ".metadata"
     known, rewritten = sharded.read_metadata(file), io.BytesIO()
     ByName(rewritten).dump(pickle.loads(file.read_bytes()))
@@ -474,7 +498,17 @@ def test_a_checkpoint_of_an_older_python_is_read(tmp_path: Path) -> None:
     assert sharded.read_metadata(file) == known
 
 
-@pytest.mark.parametrize("kind", ["gone", "metadata", "values", "missing"])
+def test_what_ranks_wrote_is_read_by_one_process(tmp_path: Path) -> None:
+    """As older versions wrote it of one process, too."""
+    role = learned(1, 2)
+    saved = Checkpoints(tmp_path, 1).save(1, saver(actor=role), {})
+    as_ranks_write(saved.path)
+    again = Role.of(tiny(seed=3))
+    load_roles({"actor": again}, saved.path)
+    assert same(everything(again), everything(role))
+
+
+@pytest.mark.parametrize("kind", ["gone", "state", "cut", "metadata", "values", "missing"])
 def test_a_damaged_checkpoint_is_one_clear_line(tmp_path: Path, kind: str) -> None:
     saved = Checkpoints(tmp_path, 1).save(1, saver(actor=learned(1)), {})
     damage, words = next((d, w) for k, d, w in damaged(saved.path) if k == kind)

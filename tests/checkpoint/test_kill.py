@@ -21,7 +21,7 @@ import pytest
 import torch
 from checkpoint_help import Role, everything, learn, learned, names, same, tiny
 
-from agentrl.checkpoint import sharded
+from agentrl.checkpoint import state_file
 from agentrl.checkpoint.checkpoints import Checkpoints, Saved
 from agentrl.checkpoint.pending import Pending
 from agentrl.checkpoint.roles import load_roles, save_roles
@@ -118,7 +118,7 @@ def label(folder: Path, step: int, content: str) -> None:
 
 def written(aside: Path, content: str) -> None:
     (aside / "content").write_text(content)
-    sharded.write({"x": torch.ones(1)}, aside / "trainer" / "actor")
+    state_file.write({"x": torch.ones(1)}, aside / "trainer" / "actor")
 
 
 @pytest.mark.long

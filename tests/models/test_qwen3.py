@@ -265,7 +265,7 @@ RUN = """
 import sys
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name in ("transformers", "torch._dynamo"):
+        if name in ("transformers", "torch._dynamo", "torch.distributed.checkpoint", "sympy"):
             raise ImportError(f"{name} is not to be imported")
 sys.meta_path.insert(0, Refuse())
 from agentrl.cli.main import main
@@ -282,6 +282,9 @@ def test_a_run_on_the_embedded_model_imports_neither_transformers_nor_torch_s_co
     assert done.returncode == 0, done.stdout + done.stderr
     saved = tmp_path / "runs" / "gsm8k_tool-001" / "checkpoints" / "step_1"
     assert type(light(str(saved))[0]) is Qwen3
+    more = [sys.executable, "-c", RUN, "train", "--resume", str(saved.parent.parent), "train.steps=2"]
+    done = subprocess.run(more, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
     shown = [sys.executable, "-c", RUN, "eval", str(saved.parent.parent), "eval.tasks=4"]
     done = subprocess.run(shown, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

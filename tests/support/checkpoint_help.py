@@ -52,6 +52,17 @@ def learned(*seeds: int, model: Any = None) -> Role:
     return role
 
 
+def as_ranks_write(folder: Path) -> None:
+    """Write the state of a checkpoint's actor, which one process has written, in the form in which several do."""
+    from agentrl.checkpoint import sharded, state_file
+
+    place = folder / "trainer" / "actor"
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in state_file.describe(place).items()}
+    state_file.read(tensors, place)
+    (place / state_file.FILE).unlink()
+    sharded.write(tensors, place)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """On every rank (a collective where it is sharded)."""
     full = getattr(tensor, "full_tensor", None)

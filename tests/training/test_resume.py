@@ -171,14 +171,14 @@ def trained(result: TrainResult, step: int | None = None) -> dict[str, Any]:
     """All that is kept of what is trained, by name: float32 masters, moments, random numbers."""
     import torch
 
-    from agentrl.checkpoint import sharded
+    from agentrl.checkpoint import state_file
 
     path = result.checkpoint if step is None else result.checkpoint.with_name(f"step_{step}")
     found: dict[str, Any] = {}
     for role in sorted(p.name for p in (path / "trainer").iterdir() if p.is_dir()):
-        described = sharded.describe(path / "trainer" / role)
+        described = state_file.describe(path / "trainer" / role)
         tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in described.items()}
-        sharded.read(tensors, path / "trainer" / role)
+        state_file.read(tensors, path / "trainer" / role)
         found |= {f"{role}.{name}": tensor for name, tensor in tensors.items()}
     return found
 
@@ -214,7 +214,7 @@ def test_a_folder_without_a_checkpoint_is_not_resumed(whole: TrainResult, tmp_pa
 
 def test_a_damaged_checkpoint_is_refused_with_one_line(stopped: TrainResult, tmp_path: Path) -> None:
     folder = copied(stopped, tmp_path / "run")
-    (folder / "checkpoints" / "step_3" / "trainer" / "actor" / ".metadata").write_bytes(b"not a checkpoint")
+    (folder / "checkpoints" / "step_3" / "trainer" / "actor" / "state.safetensors").write_bytes(b"not a checkpoint")
     (folder / "checkpoints" / "step_1").mkdir()
     with pytest.raises(
         UserError, match=r"the trainer's state cannot be restored.*; to go on from step 1, move .*step_3 "
@@ -271,7 +271,7 @@ def edited(path: Path, **changes: Any) -> None:
 
 
 TRAINER = "checkpoints/step_3/trainer"
-STATE, SUMS, SHARD = f"{TRAINER}/state.json", f"{TRAINER}/checksums.json", f"{TRAINER}/actor/__0_0.distcp"
+STATE, SUMS, SHARD = f"{TRAINER}/state.json", f"{TRAINER}/checksums.json", f"{TRAINER}/actor/state.safetensors"
 
 
 def flip(path: Path) -> None:
@@ -286,9 +286,9 @@ def unsigned(folder: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "shard": (lambda run: flip(run / SHARD), "trainer/actor/__0_0.distcp is not what was written"),
+    "shard": (lambda run: flip(run / SHARD), "trainer/actor/state.safetensors is not what was written"),
     "weights": (lambda run: flip(run / "checkpoints/step_3/model.safetensors"), "model.safetensors is not what was"),
-    "gone": (lambda run: (run / SHARD).unlink(), "names 'trainer/actor/__0_0.distcp', which is not a file of it"),
+    "gone": (lambda run: (run / SHARD).unlink(), "names 'trainer/actor/state.safetensors', which is not a file of it"),
     "state": (lambda run: edited(run / STATE, accuracy=0.5), "trainer/state.json is not what was written"),
     "state list": (lambda run: (run / STATE).write_text("[1]"), "state.json is not what was written"),
     "sums": (lambda run: (run / SUMS).write_text('{"../../../recipe.yaml": "1"}'), "which is not a file of it"),
@@ -397,10 +397,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """From its second use on, what writes there is refused."""
     import errno
 
-    from agentrl.checkpoint import sharded
+    from agentrl.checkpoint import state_file
     from agentrl.checkpoint.run_folder import RunFolder
 
-    owner, name = {"checkpoint": (sharded, "write"), "metrics": (RunFolder, "append_metrics")}[what]
+    owner, name = {"checkpoint": (state_file, "write"), "metrics": (RunFolder, "append_metrics")}[what]
     kept, uses = getattr(owner, name), iter(range(99))
 
     def write(*arguments: Any) -> None:

@@ -29,7 +29,9 @@ from agentrl.engine.servers.launch import launch_command
 from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import SGLANG, SglangPlan
 from agentrl.models import embedded_path
-from agentrl.weights import ModelWeights, SglangServer, WeightChannel
+from agentrl.weights.channel import WeightChannel
+from agentrl.weights.sglang import SglangServer
+from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports.base import Transport
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport

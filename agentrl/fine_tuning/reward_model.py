@@ -22,6 +22,7 @@ from torch.nn.functional import logsigmoid
 from agentrl.checkpoint.checkpoints import save_model
 from agentrl.checkpoint.run_folder import MODEL, RunFolder
 from agentrl.compute.activation_checkpointing import recompute
+from agentrl.compute.allocator import expand_segments
 from agentrl.compute.batch import prefix_trees
 from agentrl.compute.classifier import choose, mark_ends, padding_of, scoring_batch
 from agentrl.compute.packing import pack
@@ -34,7 +35,6 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.section import steps_of
 from agentrl.recipe.sections.sft import RewardModelSection
 from agentrl.terminal import terminal
-from agentrl.weights.transports.shared_memory import expand_segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl.chat.base import Chat, Seeing
 from agentrl.chat.load import load_chat
@@ -15,7 +15,6 @@ from agentrl.data.prompts import PromptLengths, drawn, fits, measure_prompts, sh
 from agentrl.data.sampler import TaskSampler
 from agentrl.engine.base import Engine, engine_class, launched_by
 from agentrl.errors import UserError
-from agentrl.gateway.server import Gateway
 from agentrl.models.download import download
 from agentrl.models.image_input import check_sight, limit_images
 from agentrl.models.load import check_roles, load_model, load_skeleton, on_gpu, resolve
@@ -31,7 +30,6 @@ from agentrl.plugins.types import Json, Task
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.agent import AgentSection, host_and_port
 from agentrl.recipe.sections.cluster import ClusterSection
-from agentrl.rollout.agent import AgentDriver
 from agentrl.rollout.conversation import Seed
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.groups import After, roll_out
@@ -40,10 +38,13 @@ from agentrl.rollout.talk import ENDLESS
 from agentrl.rollout.workspaces import Workspaces, workspaces_of
 from agentrl.trajectory import STEP, Group, Trajectory
 
+if TYPE_CHECKING:
+    from agentrl.gateway.server import Gateway
+
 CLOSE_SECONDS = 60.0
+"""What the plugins of one kind may take to close, at the end of a run."""
 MANY = 64
 """Samples of a step from which on several processes may sample them."""
-"""What the plugins of one kind may take to close, at the end of a run."""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Player:
     engine: Engine
     agent: Agent | None = None
     """Holds the conversations in place of the built-in driver; None: nobody."""
-    gateway: Gateway | None = None
+    gateway: "Gateway | None" = None
     """Where the agent reaches the model."""
     workspaces: Workspaces | None = None
     """The files and processes of rollouts; None: the recipe has no section `workspace`."""
@@ -251,6 +252,8 @@ class Player:
         }
         if self.agent is None or self.gateway is None or self.recipe.agent is None:
             return Driver(**options)
+        from agentrl.rollout.agent import AgentDriver  # with a web server
+
         return AgentDriver(agent=self.agent, gateway=self.gateway, section=self.recipe.agent, **options)
 
     def describe(self) -> str:
@@ -288,8 +291,10 @@ class Player:
         )
 
 
-def gateway_of(recipe: Recipe) -> Gateway:
+def gateway_of(recipe: Recipe) -> "Gateway":
     """The gateway of a recipe's agent, not started yet."""
+    from agentrl.gateway.server import Gateway
+
     agent = recipe.agent or AgentSection()
     host, port = host_and_port(agent.host)
     return Gateway(

@@ -14,6 +14,7 @@ from agentrl.checkpoint.disk import FULL
 from agentrl.checkpoint.mirror import Mirror, fetched_run, open_mirror
 from agentrl.checkpoint.run_folder import ERRORS, RECIPE, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
+from agentrl.compute.allocator import expand_segments
 from agentrl.containment.event_loop import blocking
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
@@ -34,7 +35,6 @@ from agentrl.training.preflight import check_run, told_of_data, with_epochs
 from agentrl.training.setup import Start, set_up, stored_of
 from agentrl.training.taught import Taught
 from agentrl.view.freeze import write_report
-from agentrl.weights.transports.shared_memory import expand_segments
 
 FIXED = ("env", "data", "tools", "rewards", "model", "start", "algorithm", "critic", "train.seed")
 """Keys that a resumed run must keep, because they define what is trained. Others (steps, learning rate, sampling,

@@ -25,7 +25,6 @@ from agentrl.learner.learner import Learner
 from agentrl.learner.monitors import Health
 from agentrl.learner.roles import USUAL, LocalRoles, RoleHost, make_trainer
 from agentrl.learner.teacher import Guide, TeacherRole, filled, opening_of
-from agentrl.learner.teacher_server import TeacherServer
 from agentrl.plugins.environment import is_validation
 from agentrl.plugins.mixture import environment_of, part_of
 from agentrl.plugins.types import Json, Task
@@ -335,6 +334,8 @@ def guide_of(player: Player, role_host: RoleHost) -> Guide:
     teachers: dict[int, TeacherRole] = dict(role_host.teachers)
     for part, section in enumerate(recipe.part_teachers):
         if section is not None and section.served:
+            from agentrl.learner.teacher_server import TeacherServer  # with a client of HTTP
+
             teachers[part] = server = TeacherServer(section, player.tokenizer)
             server.check()
     return Guide(recipe, teachers, partial(part_of, player.env), hinted)

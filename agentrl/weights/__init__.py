@@ -13,31 +13,3 @@ of many processes has a `Publisher` in each.
 The invariant: a server's version is set when the whole update has landed, and only then may it generate again. Whatever
 fails on the way leaves it paused and without a version, until a later update succeeds as a whole.
 """
-
-from agentrl.weights.channel import Published, WeightChannel, open_channel
-from agentrl.weights.lora import Adapter, LoraChannel
-from agentrl.weights.publisher import Publisher, Sender
-from agentrl.weights.request import WeightContent, WeightPublisher, WeightRequest, WeightResult
-from agentrl.weights.server import PauseMode, WeightServer, WeightUpdateError
-from agentrl.weights.sglang import SglangServer
-from agentrl.weights.source import ModelWeights, WeightSource
-
-__all__ = [
-    "Adapter",
-    "LoraChannel",
-    "ModelWeights",
-    "PauseMode",
-    "Published",
-    "Publisher",
-    "Sender",
-    "SglangServer",
-    "WeightChannel",
-    "WeightContent",
-    "WeightPublisher",
-    "WeightRequest",
-    "WeightResult",
-    "WeightServer",
-    "WeightSource",
-    "WeightUpdateError",
-    "open_channel",
-]

@@ -17,7 +17,8 @@ import torch
 from agentrl.addresses import same_host
 from agentrl.errors import UserError, nearest
 from agentrl.weights.kinds import SERVERS
-from agentrl.weights.server import Facts, PauseMode, WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import Facts, PauseMode, WeightServer
 from agentrl.weights.source import Rounded, WeightSource
 from agentrl.weights.transports.base import Failures, Transport, each
 from agentrl.weights.transports.disk import DiskTransport

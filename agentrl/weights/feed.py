@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from agentrl.weights.server import WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
 
 SECONDS = 600.0
 """How long a rank waits for another one: as long as a server may take to load a bucket."""

@@ -24,7 +24,8 @@ from torch.distributed.distributed_c10d import GroupName
 from agentrl.addresses import own_address
 from agentrl.cluster.host import interface_of
 from agentrl.containment.threads import in_thread
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import WeightServer
 from agentrl.weights.transports.base import Failures, each
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

@@ -27,7 +27,8 @@ from agentrl.containment.threads import in_thread
 from agentrl.jsonable import dumps
 from agentrl.plugins.types import Json
 from agentrl.weights.channel import Published
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import WeightServer
 from agentrl.weights.source import NamedTensor
 from agentrl.weights.transports.base import Failures, each
 

@@ -30,9 +30,8 @@ from agentrl.weights.channel import KEYS_AND_VALUES, WeightChannel, open_channel
 from agentrl.weights.feed import Feed
 from agentrl.weights.kinds import SERVERS, folder_for
 from agentrl.weights.lora import Adapter, LoraChannel
-from agentrl.weights.request import WeightContent, WeightRequest, WeightResult
+from agentrl.weights.request import WeightContent, WeightRequest, WeightResult, WeightUpdateError
 from agentrl.weights.scratch import Scratch
-from agentrl.weights.server import WeightUpdateError
 from agentrl.weights.source import ModelWeights, whole
 from agentrl.weights.transports.handles import HandleTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport

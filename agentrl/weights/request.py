@@ -7,6 +7,10 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 
+class WeightUpdateError(Exception):
+    """A server did not take what was sent to it."""
+
+
 class WeightContent(StrEnum):
     """Which of a model's weights are sent."""
 

@@ -13,13 +13,10 @@ import aiohttp
 import torch
 
 from agentrl.plugins.types import Json
+from agentrl.weights.request import WeightUpdateError
 
 Layout = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
 """Name, dtype and shape of tensors, in the order in which they are sent."""
-
-
-class WeightUpdateError(Exception):
-    """A server did not take what was sent to it."""
 
 
 class PauseMode(StrEnum):

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from agentrl.plugins.types import Json
-from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer
 
 
 class SglangServer(WeightServer):

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import WeightServer
 from agentrl.weights.source import NamedTensor, WeightSource
 
 _T = TypeVar("_T")

@@ -18,7 +18,8 @@ import torch
 from torch.cuda import nccl as _nccl
 
 from agentrl.plugins.types import Json
-from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import Facts, Layout, PauseMode, WeightServer
 
 nccl: Any = _nccl  # torch leaves it untyped
 LOOSE_HASH = 16

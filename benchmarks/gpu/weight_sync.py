@@ -30,7 +30,9 @@ async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoConfig, AutoModelForCausalLM
     from weight_sync import MB, best_of, plain_copy, show, synthetic
 
-    from agentrl.weights import ModelWeights, SglangServer, WeightChannel
+    from agentrl.weights.channel import WeightChannel
+    from agentrl.weights.sglang import SglangServer
+    from agentrl.weights.source import ModelWeights
     from agentrl.weights.transports.base import Transport
     from agentrl.weights.transports.disk import DiskTransport
     from agentrl.weights.transports.nccl import GroupTransport

@@ -14,7 +14,7 @@ from warm import on_ranks
 from agentrl.checkpoint.roles import load_roles
 from agentrl.learner.roles import LocalRoles
 from agentrl.models.load import load_model
-from agentrl.weights import ModelWeights
+from agentrl.weights.source import ModelWeights
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore::FutureWarning")]
 

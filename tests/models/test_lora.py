@@ -35,7 +35,7 @@ from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.model import LoraSection, ModelSection
 from agentrl.rollout.player import Player
 from agentrl.training.run import resume_run
-from agentrl.weights import ModelWeights
+from agentrl.weights.source import ModelWeights
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -28,7 +28,7 @@ from agentrl.compute.flops import Cost, RoleCost
 from agentrl.learner.metrics import MicroBatchMetrics
 from agentrl.models.load import load_model
 from agentrl.recipe.schema import Recipe
-from agentrl.weights import open_channel
+from agentrl.weights.channel import open_channel
 from agentrl.weights.request import WeightRequest, WeightResult
 from agentrl.weights.source import NamedTensor, WeightSource
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from agentrl.models.lora import adapter_parameters, add_adapter
 from agentrl.recipe.sections.model import LoraSection
-from agentrl.weights import Publisher
+from agentrl.weights.publisher import Publisher
 
 
 def tiny(adapted: bool) -> Any:

@@ -17,7 +17,8 @@ from serving import serving
 
 from agentrl.models.load import load_model
 from agentrl.recipe.sections.model import ModelSection
-from agentrl.weights import SglangServer, WeightChannel
+from agentrl.weights.channel import WeightChannel
+from agentrl.weights.sglang import SglangServer
 from agentrl.weights.source import NamedTensor, WeightSource
 
 PROMPT = list(range(50, 80))

@@ -44,7 +44,7 @@ from agentrl.models.load import load_model
 from agentrl.models.routing import UNKNOWN
 from agentrl.recipe.schema import Recipe
 from agentrl.trajectory import Group, Trajectory
-from agentrl.weights import ModelWeights
+from agentrl.weights.source import ModelWeights
 
 STEPS = 4
 M_MMAP_THRESHOLD = -3

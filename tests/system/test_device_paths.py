@@ -26,7 +26,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, Mamba
 from agentrl.checkpoint import roles, sharded
 from agentrl.cluster.host import ProcessInfo, interface_of
 from agentrl.cluster.spawn import environments
-from agentrl.compute import tree_attention
+from agentrl.compute import allocator, tree_attention
 from agentrl.compute.batch import Batch
 from agentrl.compute.value_head import value_forward
 from agentrl.distributed.remote import RemotePublisher
@@ -341,15 +341,15 @@ def test_a_bucket_on_a_gpu_is_named_by_its_uuid_and_made_anew(monkeypatch: pytes
 def test_shared_memory_lies_in_plain_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    for name in shared_memory.ALLOCATOR:
+    for name in allocator.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
-    with shared_memory.plain_segments():
+    with allocator.plain_segments():
         assert not asked
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
-    with shared_memory.plain_segments():
+    with allocator.plain_segments():
         assert asked == ["max_split_size_mb:64,expandable_segments:False"]
     assert asked[1:] == ["max_split_size_mb:64,expandable_segments:True"]
-    found = shared_memory.without_expandable({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OTHER": "x"})
+    found = allocator.without_expandable({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "OTHER": "x"})
     assert found == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 
 
@@ -369,7 +369,7 @@ def test_a_trainer_in_the_runs_own_process_allocates_expandable_segments_too(
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda value: settings.append(value))
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    for name in shared_memory.ALLOCATOR:
+    for name in allocator.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     if chosen is not None:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", chosen)
@@ -381,7 +381,7 @@ def test_a_trainer_in_the_runs_own_process_allocates_expandable_segments_too(
     with pytest.raises(KeyboardInterrupt):
         run_with_restarts(recipe, "run", None, Interrupts(), prepare, set_up)
     assert settings[-1] == wanted
-    with shared_memory.plain_segments():  # what is exported stays plain
+    with allocator.plain_segments():  # what is exported stays plain
         assert settings[-1] == wanted.replace("True", "False")
 
 

@@ -15,8 +15,10 @@ from agentrl import addresses
 from agentrl.addresses import on_this_machine, same_host
 from agentrl.engine.servers.server import free_port
 from agentrl.errors import UserError
-from agentrl.weights import ModelWeights, SglangServer, WeightChannel, WeightUpdateError, open_channel
-from agentrl.weights.source import buckets
+from agentrl.weights.channel import WeightChannel, open_channel
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.sglang import SglangServer
+from agentrl.weights.source import ModelWeights, buckets
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedBucket, SharedMemoryTransport

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from sglang_weights_help import FaultyServer
 
-from agentrl.weights import Adapter, LoraChannel, SglangServer
+from agentrl.weights.lora import Adapter, LoraChannel
+from agentrl.weights.sglang import SglangServer
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

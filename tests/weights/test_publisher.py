@@ -16,7 +16,8 @@ from sglang_weights_help import FaultyServer, opened
 from warm import started
 
 from agentrl.models.lora import adapter_state, plain_tensors
-from agentrl.weights import ModelWeights, WeightContent, WeightRequest, WeightResult
+from agentrl.weights.request import WeightContent, WeightRequest, WeightResult
+from agentrl.weights.source import ModelWeights
 
 pytestmark = pytest.mark.slow
 DEAD = "http://127.0.0.1:1"

@@ -15,9 +15,10 @@ from aiohttp import web
 from sglang_weights_help import BUCKET, TENSORS, FaultyServer, Weights, channel_to
 
 from agentrl.containment.threads import in_thread
-from agentrl.weights import SglangServer, WeightUpdateError, open_channel
-from agentrl.weights.channel import gloo_seconds
+from agentrl.weights.channel import gloo_seconds, open_channel
 from agentrl.weights.group import Group
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.sglang import SglangServer
 from agentrl.weights.source import NamedTensor, Rounded, WeightSource
 from agentrl.weights.transports import nccl
 from agentrl.weights.transports.disk import DiskTransport

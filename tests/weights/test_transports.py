@@ -17,9 +17,12 @@ from agentrl.learner.roles import make_trainer
 from agentrl.models.load import load_model
 from agentrl.recipe.load import load_recipe
 from agentrl.recipe.sections.model import ModelSection
-from agentrl.weights import ModelWeights, PauseMode, SglangServer, WeightChannel, open_channel
+from agentrl.weights.channel import WeightChannel, open_channel
 from agentrl.weights.feed import Feed
 from agentrl.weights.request import WeightRequest, WeightResult
+from agentrl.weights.server import PauseMode
+from agentrl.weights.sglang import SglangServer
+from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports.disk import DiskTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.transports.shared_memory import SharedMemoryTransport

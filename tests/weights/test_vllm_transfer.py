@@ -21,8 +21,10 @@ from vllm_transfer import UUID, Exports, GlooNccl, RealWorker, StandInWorker
 from agentrl.engine.servers.settings import Settings
 from agentrl.engine.vllm.kind import VllmEngine, VllmKind
 from agentrl.recipe.schema import Recipe
-from agentrl.weights import WeightChannel, WeightUpdateError, group, open_channel, vllm
+from agentrl.weights import group, vllm
+from agentrl.weights.channel import WeightChannel, open_channel
 from agentrl.weights.feed import Feed
+from agentrl.weights.request import WeightUpdateError
 from agentrl.weights.transports.handles import HandleTransport
 from agentrl.weights.transports.nccl import GroupTransport
 from agentrl.weights.vllm import VllmServer

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import WeightServer
 from agentrl.weights.source import WeightSource
 
 Failures = dict[str, str]

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from agentrl.compute.allocator import plain_segments
 from agentrl.containment.threads import in_thread
 from agentrl.weights.feed import Feed
-from agentrl.weights.server import Layout, WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import Layout, WeightServer
 from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed_buckets
 from agentrl.weights.transports.base import Failures, each
-from agentrl.weights.transports.shared_memory import exported, plain_segments
+from agentrl.weights.transports.shared_memory import exported
 
 BUCKET_BYTES = 256 << 20
 

@@ -12,7 +12,8 @@ import torch
 
 from agentrl.containment.threads import in_thread
 from agentrl.weights.group import Group, open_group
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import WeightServer
 from agentrl.weights.source import NamedTensor, WeightSource, buckets
 from agentrl.weights.transports.base import Failures, each
 

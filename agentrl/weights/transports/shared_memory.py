@@ -10,8 +10,7 @@ import base64
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions as _reductions
 
+from agentrl.compute.allocator import plain_segments
 from agentrl.containment.threads import in_thread
-from agentrl.models.load import on_gpu
-from agentrl.recipe.schema import Recipe
 from agentrl.weights.feed import Feed
-from agentrl.weights.server import WeightServer, WeightUpdateError
+from agentrl.weights.request import WeightUpdateError
+from agentrl.weights.server import WeightServer
 from agentrl.weights.source import NamedTensor, WeightSource, buckets, fed_buckets
 from agentrl.weights.transports.base import Failures, each
 
@@ -32,10 +31,7 @@ BUCKET_BYTES, GPU_BUCKET_BYTES = 128 << 20, 512 << 20
 """Each bucket is a request to every server: 30 for a model of 7B parameters in bfloat16 from a GPU."""
 ALIGNMENT = 16
 """Bytes; a tensor of any dtype may start at a multiple."""
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that configure torch's allocator; the first counts."""
 PLAIN_VERSION = 2
-EXPANDABLE, PLAIN = "expandable_segments:True", "expandable_segments:False"
 
 
 class SharedMemoryTransport:
@@ -239,41 +235,3 @@ def readable(handle: bytes) -> bytes:
     reader refuses only what is newer than itself."""
     plain = len(handle) > 1 and handle[0] > PLAIN_VERSION and handle[1:2] == b"c"
     return bytes([PLAIN_VERSION]) + handle[1:] if plain else handle
-
-
-@contextmanager
-def plain_segments() -> Iterator[None]:
-    """Allocate GPU memory inside such that another process can open it. Expandable segments can be opened only where
-    the system lets processes trace each other, which few do."""
-    settings = _expandable_settings()
-    if settings is None:
-        yield
-        return
-    torch._C._accelerator_setAllocatorSettings(settings.replace(EXPANDABLE, PLAIN))
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(settings)
-
-
-def without_expandable(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ask for expandable segments, changed to ask for plain ones. SGLang's memory saver
-    cannot release expandable ones."""
-    asking = {name: environment[name] for name in ALLOCATOR if EXPANDABLE in environment.get(name, "")}
-    return {name: value.replace(EXPANDABLE, PLAIN) for name, value in asking.items()}
-
-
-def _expandable_settings() -> str | None:
-    """The allocator's settings where they ask for expandable segments."""
-    value = next((os.environ[name] for name in ALLOCATOR if name in os.environ), None)
-    if value is None:
-        value = torch._C._accelerator_getAllocatorSettings()
-    return value if EXPANDABLE in value else None
-
-
-def expand_segments(recipe: Recipe) -> None:
-    """Have a trainer of this process allocate GPU memory in expandable segments, since micro-batches differ in size and
-    blocks would fragment, unless the user chose otherwise. To be called before CUDA is initialized. Servers that this
-    process launches do not inherit it."""
-    if on_gpu(recipe) and not recipe.cluster.used and not any(name in os.environ for name in ALLOCATOR):
-        torch._C._accelerator_setAllocatorSettings(EXPANDABLE)

@@ -11,7 +11,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from agentrl.engine.base import EngineError, Sampling
 from agentrl.engine.local.engine import LocalEngine
-from agentrl.weights import ModelWeights
+from agentrl.weights.source import ModelWeights
 
 
 def tiny(seed: int, tied: bool = True) -> Any:

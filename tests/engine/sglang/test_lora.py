@@ -21,7 +21,7 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.local.engine import LocalEngine
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.training.run import train
-from agentrl.weights import SglangServer
+from agentrl.weights.sglang import SglangServer
 
 RECIPE = str(RECIPES / "gsm8k_tool.yaml")
 

@@ -21,7 +21,8 @@ from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
 from agentrl.models.load import load_skeleton
 from agentrl.recipe.sections.model import LoraSection, ModelSection
-from agentrl.weights import Publisher, WeightSource
+from agentrl.weights.publisher import Publisher
+from agentrl.weights.source import WeightSource
 
 
 @asynccontextmanager

@@ -28,7 +28,9 @@ from agentrl.engine.servers.server import Server
 from agentrl.engine.sglang.command import SglangPlan
 from agentrl.engine.sglang.kind import SglangEngine
 from agentrl.errors import UserError
-from agentrl.weights import ModelWeights, SglangServer, WeightChannel
+from agentrl.weights.channel import WeightChannel
+from agentrl.weights.sglang import SglangServer
+from agentrl.weights.source import ModelWeights
 from agentrl.weights.transports.nccl import GroupTransport
 
 

@@ -31,7 +31,7 @@ from agentrl.engine.vllm.wire import VllmReader, request_body
 from agentrl.errors import UserError
 from agentrl.recipe.load import load_recipe
 from agentrl.training.preflight import lacking
-from agentrl.weights import open_channel
+from agentrl.weights.channel import open_channel
 from agentrl.weights.scratch import SHARED_MEMORY
 from agentrl.weights.server import PauseMode
 from agentrl.weights.vllm import VllmServer

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
 import processes
@@ -21,6 +22,13 @@ def descendants() -> list[psutil.Process]:
 def left() -> tuple[int, list[str], list[str]]:
     """The number of processes below this one, what its descriptors are open on, and the temporary files."""
     return len(descendants()), sorted(_opened()), os.listdir(tempfile.gettempdir())
+
+
+def more_than(before: tuple[int, list[str], list[str]]) -> tuple[int, list[str], list[str]]:
+    """What is left now that was not before; what an earlier test had left may end meanwhile."""
+    processes, opened, files = left()
+    new = Counter(opened) - Counter(before[1])
+    return max(0, processes - before[0]), list(new.elements()), sorted(set(files) - set(before[2]))
 
 
 def _opened() -> Iterator[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from agentrl.checkpoint.gather import is_sharded, part_of
 from agentrl.checkpoint.safetensors_writer import NAMES, Slot, write_file
 
-UNREADABLE = (OSError, ValueError, KeyError, SafetensorError)
+UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """Raised for a file that is missing, damaged or of another kind."""
 
 FILE = "state.safetensors"

@@ -22,13 +22,13 @@ from torch.nn.functional import logsigmoid
 from agentrl.checkpoint.checkpoints import save_model
 from agentrl.checkpoint.run_folder import MODEL, RunFolder
 from agentrl.compute.activation_checkpointing import recompute
-from agentrl.compute.allocator import expand_segments
 from agentrl.compute.batch import prefix_trees
 from agentrl.compute.classifier import choose, mark_ends, padding_of, scoring_batch
 from agentrl.compute.packing import pack
 from agentrl.errors import UserError
 from agentrl.fine_tuning.pairs import Pair, PairReader, held_out
 from agentrl.learner.optimizer import Optimizer, learning_rate
+from agentrl.models.allocator import expand_segments
 from agentrl.models.load import load_scorer
 from agentrl.recipe.load import dump_recipe
 from agentrl.recipe.schema import Recipe

@@ -14,13 +14,13 @@ from agentrl.checkpoint.disk import FULL
 from agentrl.checkpoint.mirror import Mirror, fetched_run, open_mirror
 from agentrl.checkpoint.run_folder import ERRORS, RECIPE, FolderLock, RunFolder
 from agentrl.cluster.errors import WorkerLost
-from agentrl.compute.allocator import expand_segments
 from agentrl.containment.event_loop import blocking
 from agentrl.engine.base import engine_class
 from agentrl.errors import UserError, describe, from_signal
 from agentrl.eval.result import Accuracy, MeanReward
 from agentrl.eval.why import reasons
 from agentrl.learner.monitors import RANGES, WATCHED
+from agentrl.models.allocator import expand_segments
 from agentrl.models.load import load_tokenizer, resolve_types
 from agentrl.plugins.types import Json
 from agentrl.recipe.load import differing, leaves, load_recipe, recipe_name

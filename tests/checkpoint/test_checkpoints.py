@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from checkpoint_help import SMALL_FILES, Role, as_ranks_write, everything, learn, learned, names, same, tiny
 from lora_help import merged_state
@@ -406,6 +407,12 @@ def damaged(saved: Path) -> Iterator[tuple[str, Callable[[], None], str]]:
     yield "gone", lambda: shutil.rmtree(trainer / "actor"), "no actor was saved there"
     yield "state", lambda: write(trainer / "actor" / state_file.FILE, b"nonsense"), "actor: .*header"
     yield "cut", lambda: cut(trainer / "actor" / state_file.FILE), "actor: .*incomplete|actor: .*covered"
+    yield (
+        "random",
+        lambda: replaced(trainer / "actor", "rng.0", torch.zeros(3, dtype=torch.uint8)),
+        "actor: .*RNG state",
+    )
+    yield "dtype", lambda: write(trainer / "actor" / state_file.FILE, FOUR_BITS), "actor: "
     as_ranks_write(saved)
     yield "metadata", lambda: write(trainer / "actor" / ".metadata", b"nonsense"), "actor: .*pickle|actor: .*load key"
     yield "values", lambda: write(trainer / "actor" / "__0_0.distcp", b"cut"), "actor: "
@@ -414,6 +421,15 @@ def damaged(saved: Path) -> Iterator[tuple[str, Callable[[], None], str]]:
 
 def write(path: Path, content: bytes) -> None:
     path.write_bytes(content)
+
+
+HEADER = b'{"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}'
+FOUR_BITS = len(HEADER).to_bytes(8, "little") + HEADER + b"1"
+
+
+def replaced(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    found = safetensors.torch.load_file(folder / state_file.FILE)
+    safetensors.torch.save_file({**found, name: tensor}, folder / state_file.FILE)
 
 
 def cut(path: Path) -> None:
@@ -508,7 +524,7 @@ def test_what_ranks_wrote_is_read_by_one_process(tmp_path: Path) -> None:
     assert same(everything(again), everything(role))
 
 
-@pytest.mark.parametrize("kind", ["gone", "state", "cut", "metadata", "values", "missing"])
+@pytest.mark.parametrize("kind", ["gone", "state", "cut", "random", "dtype", "metadata", "values", "missing"])
 def test_a_damaged_checkpoint_is_one_clear_line(tmp_path: Path, kind: str) -> None:
     saved = Checkpoints(tmp_path, 1).save(1, saver(actor=learned(1)), {})
     damage, words = next((d, w) for k, d, w in damaged(saved.path) if k == kind)

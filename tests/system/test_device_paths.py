@@ -26,7 +26,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig, MambaConfig, Mamba
 from agentrl.checkpoint import roles, sharded
 from agentrl.cluster.host import ProcessInfo, interface_of
 from agentrl.cluster.spawn import environments
-from agentrl.compute import allocator, tree_attention
+from agentrl.compute import tree_attention
 from agentrl.compute.batch import Batch
 from agentrl.compute.value_head import value_forward
 from agentrl.distributed.remote import RemotePublisher
@@ -43,6 +43,7 @@ from agentrl.learner.critic import Critic
 from agentrl.learner.learner import Learner
 from agentrl.learner.metrics import MicroBatchMetrics, mismatch_columns
 from agentrl.learner.roles import LocalRoles
+from agentrl.models import allocator
 from agentrl.models.lora import add_adapter
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import CriticSection

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from agentrl.addresses import KEY_VARIABLE
-from agentrl.compute.allocator import without_expandable
 from agentrl.engine.servers.adapters import IN_A_BATCH, LOADED, AdapterNeeds
 from agentrl.engine.servers.compilers import cuda_built_for
 from agentrl.engine.servers.launch import CACHE_BYTES, Flag, LaunchPlan, Program
+from agentrl.models.allocator import without_expandable
 from agentrl.plugins.types import Json
 
 SGLANG = Program("sglang", "SGLang", "AGENTRL_SGLANG_VENV", KEY_VARIABLE, ("-m", "sglang.launch_server"))

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from agentrl.compute.allocator import plain_segments
 from agentrl.containment.threads import in_thread
+from agentrl.models.allocator import plain_segments
 from agentrl.weights.feed import Feed
 from agentrl.weights.request import WeightUpdateError
 from agentrl.weights.server import Layout, WeightServer

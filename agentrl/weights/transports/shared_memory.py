@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions as _reductions
 
-from agentrl.compute.allocator import plain_segments
 from agentrl.containment.threads import in_thread
+from agentrl.models.allocator import plain_segments
 from agentrl.weights.feed import Feed
 from agentrl.weights.request import WeightUpdateError
 from agentrl.weights.server import WeightServer

@@ -19,6 +19,7 @@ from torch import Tensor
 from agentrl.checkpoint import disk, state_file
 from agentrl.checkpoint.huggingface import HuggingFace
 from agentrl.checkpoint.pending import Pending
+from agentrl.checkpoint.state_file import Described
 from agentrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ WEIGHT, BUFFER, MASTER = "weight.", "buffer.", "master."
 RNG = RNG_CPU, RNG_CUDA = "rng.", "rng_cuda."
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """Prefixes that wrappers of modules add to the names of parameters."""
-
-
-Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name -> whole shape and dtype."""
 
 
 class Format(Protocol):
@@ -112,7 +109,7 @@ def save_roles(roles: Mapping[str, RoleState], folder: Path, *, group: dist.Proc
                 sharded.write(tensors, folder / TRAINER / name, group)
             if exported is not None:
                 exported.write(folder, group)
-        except BaseException as error:  # boundary: torch's CheckpointException, which holds the ranks' errors, is one
+        except (OSError, RuntimeError) as error:
             if line := disk.refused(folder, error):
                 raise UserError(line) from error
             raise

@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from agentrl.checkpoint import disk
+from agentrl.checkpoint.state_file import Described
+
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError, CheckpointException)
 """Raised for files that are missing, damaged or of another kind."""
-
-Described = dict[str, tuple[tuple[int, ...], torch.dtype]]
-"""Name -> whole shape and dtype."""
 
 T = TypeVar("T")
 METADATA = ".metadata"
@@ -61,10 +61,13 @@ _RECORDS = {
 def write(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
     """Write the tensors of every rank of `group`, all of which call this (None: one process).
 
-    Raises what the file system raises, inside torch's CheckpointException on every rank.
+    Raises OSError, or RuntimeError on every rank: its cause holds what the file system raised on any of them.
     """
     writer = FileSystemWriter(folder, sync_files=False)  # the folder is flushed before it is renamed
-    save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    try:
+        save(dict(tensors), storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # which is no Exception
+        raise RuntimeError(disk.line(error)) from error
 
 
 def describe(folder: Path) -> Described:

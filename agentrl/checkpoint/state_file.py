@@ -17,19 +17,22 @@ from agentrl.checkpoint.safetensors_writer import NAMES, Slot, write_file
 UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 """Raised for a file that is missing, damaged or of another kind."""
 
+Described = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name -> whole shape and dtype."""
+
 FILE = "state.safetensors"
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the tensors into a new folder. Raises OSError."""
-    folder.mkdir(parents=True)
+    """Write the tensors into a folder, which is made. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
     slots = [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     write_file(folder / FILE, slots, tensors.values())
 
 
-def describe(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> shape and dtype. Raises one of UNREADABLE."""
+def describe(folder: Path) -> Described:
+    """Names, shapes and dtypes. Raises one of UNREADABLE."""
     with safe_open(folder / FILE, framework="pt") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
         return {name: (tuple(each.get_shape()), _DTYPES[each.get_dtype()]) for name, each in slices.items()}

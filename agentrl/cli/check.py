@@ -153,8 +153,7 @@ def _show_tools(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
     import json
 
     from agentrl.models import never_seen
-    from agentrl.plugins.environment import not_carried
-    from agentrl.plugins.mixture import not_asked
+    from agentrl.plugins.mixture import left_out
     from agentrl.plugins.schema import outline
 
     own = [(tool, f"environment {env.name}") for tool in env.tools()]
@@ -165,7 +164,7 @@ def _show_tools(out: "Console", recipe: "Recipe", env: "Environment", toolbox: "
         out.print(f"  {tool.description}", markup=False, soft_wrap=True)
         shown = tool.schema["function"]["parameters"]
         out.print(f"  {json.dumps(shown, ensure_ascii=False)}", markup=False, soft_wrap=True)
-    for lacking in (*not_carried(env, toolbox.tools), *not_asked(env, recipe.agent)):
+    for lacking in left_out(env, toolbox.tools, recipe.agent):
         out.print(lacking, markup=False, soft_wrap=True)
     own_format = recipe.model.chat_template is not None or recipe.model.chat != "auto"
     line = never_seen(recipe.model.path, [tool.name for tool, _ in tools], own_format)

@@ -165,11 +165,10 @@ def _task(env: "Environment", split: str, which: str) -> "Task":
 
 
 def _introduce(task: "Task", tools: "Sequence[Tool]", narrator: Narrator, recipe: "Recipe", env: "Environment") -> None:
-    from agentrl.plugins.environment import not_carried
-    from agentrl.plugins.mixture import not_asked
+    from agentrl.plugins.mixture import left_out
     from agentrl.plugins.schema import outline
 
-    for line in (*not_carried(env, tools), *not_asked(env, recipe.agent)):
+    for line in left_out(env, tools, recipe.agent):
         narrator.say(line, style="dim")
     narrator.say(f"task {task.id}", style="bold")
     for tool in tools:

@@ -15,8 +15,8 @@ from agentrl.eval.outcome import Outcome
 from agentrl.eval.progress import Progress
 from agentrl.eval.result import SplitResult, losses, summarize
 from agentrl.models.load import resolve_types
-from agentrl.plugins.environment import Environment, is_validation, not_carried
-from agentrl.plugins.mixture import environment_of, not_asked
+from agentrl.plugins.environment import Environment, is_validation
+from agentrl.plugins.mixture import environment_of, left_out
 from agentrl.plugins.registry import make_environment, tasks_of
 from agentrl.plugins.types import Json, Task
 from agentrl.recipe.load import load_recipe
@@ -147,7 +147,7 @@ async def play(
             check_field(by, tasks_of(env, split)[0], split)
     player = await Player.build(recipe, model_path=model, env=env, say=progress.say, phase=progress.phase)
     try:
-        for lacking in (*not_carried(env, player.toolbox.tools), *not_asked(env, recipe.agent)):
+        for lacking in left_out(env, player.toolbox.tools, recipe.agent):
             progress.say(lacking)
         held_out, notes = await HeldOut.prepare(player, recipe, chosen)
         if extend is not None:

@@ -149,7 +149,7 @@ def declared_parts(plugin: Environment | Tool) -> tuple[str, ...] | None:
 
 
 def not_carried(env: Environment, tools: Iterable[Tool]) -> list[str]:
-    """What an environment and tools say that they do not carry, each in a line: said where a command begins."""
+    """What an environment and tools say that they do not carry, each in a line."""
     lines = [f"not carried by {env.name}: {what}: {why}" for what, why in env.cannot.items()]
     return lines + [f"not carried by {tool.name}: {what}: {why}" for tool in tools for what, why in tool.cannot.items()]
 

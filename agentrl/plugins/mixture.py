@@ -2,13 +2,13 @@
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from random import Random
 
 from agentrl.errors import UserError
-from agentrl.plugins.environment import Environment, LazyTasks, declared_parts
+from agentrl.plugins.environment import Environment, LazyTasks, declared_parts, not_carried
 from agentrl.plugins.tool import Tool
 from agentrl.plugins.types import Json, Message, Reply, RewardParts, Session, Task
 from agentrl.recipe.sections.agent import AgentSection
@@ -143,6 +143,11 @@ def not_asked(env: Environment, agent: AgentSection | None) -> list[str]:
         f"not asked with agent: execute of {env.name}: a rollout is over when its agent ends, whatever the environment "
         "would answer (its next_step can go on)"
     ]
+
+
+def left_out(env: Environment, tools: Iterable[Tool], agent: AgentSection | None) -> list[str]:
+    """What a rollout goes without, each in a line: `not_carried`, then `not_asked`; said where a command begins."""
+    return [*not_carried(env, tools), *not_asked(env, agent)]
 
 
 class _Labelled(LazyTasks):

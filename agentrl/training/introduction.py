@@ -1,7 +1,6 @@
 """The first lines of a run, in plain words: what is trained, on what, and how it is sampled."""
 
-from agentrl.plugins.environment import not_carried
-from agentrl.plugins.mixture import not_asked
+from agentrl.plugins.mixture import left_out
 from agentrl.recipe.schema import Recipe
 from agentrl.recipe.sections.algorithm import AlgorithmSection
 from agentrl.rollout.player import Player
@@ -18,8 +17,7 @@ def introduction(recipe: Recipe, checked: Checked, player: Player, stored: int =
         f"steps: {_steps(recipe, stored)}",
         *([] if stored else [f"sampled: {_sampling(recipe)}"]),
         f"tools: {player.offers()}",
-        *not_carried(checked.env, player.toolbox.tools),
-        *not_asked(checked.env, recipe.agent),
+        *left_out(checked.env, player.toolbox.tools, recipe.agent),
     ]
 
 

@@ -21,7 +21,7 @@ from agentrl.errors import UserError
 from agentrl.models import block
 from agentrl.models.autograd import Context
 from agentrl.models.block import Rope, Weights
-from agentrl.models.compiled import compiled
+from agentrl.models.compiled import compiled, in_panels, padded_to
 from agentrl.models.dense import Dense
 
 SOURCE = Path(__file__).with_name("packed_row.c")
@@ -203,7 +203,7 @@ class _ModelOf:
         by_kind = [[given[first + kind] for first in range(0, len(given), parts)] for kind in range(parts)]
         self._held: list[Any] = []
         matrices = [
-            self._pointers([_panels(m.t() if transposed else m, columns) for m in of_layers if m is not None])
+            self._pointers([in_panels(m if transposed else m.t(), columns) for m in of_layers if m is not None])
             for of_layers in by_kind[: len(MATRICES)]
         ]
         nothing = [None] * len(MATRICES)
@@ -212,23 +212,13 @@ class _ModelOf:
             s.layers, s.hidden, s.heads, s.kv_heads, s.head_dim, passes.inner,
             s.eps, s.head_dim**-0.5, *([*nothing, *matrices] if transposed else [*matrices, *nothing]),
             self._pointers([gain.detach().contiguous() for gain in gains]) if gains else None,
-            self._pointers([_padded(bias, columns).contiguous() for bias in biases]) if biases else None,
+            self._pointers([padded_to(bias, columns) for bias in biases]) if biases else None,
         )  # fmt: skip
 
     def _pointers(self, tensors: Sequence[Tensor]) -> int:
         array = (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
         self._held += [array, *tensors]
         return addressof(array)
-
-
-def _panels(matrix: Tensor, columns: int) -> Tensor:
-    """matrix [inputs, outputs] as [panels, inputs, columns], padded by zeros."""
-    return _padded(matrix, columns).view(len(matrix), -1, columns).transpose(0, 1).contiguous()
-
-
-def _padded(rows: Tensor, columns: int) -> Tensor:
-    """Rows [..., outputs] with zeros up to whole panels."""
-    return F.pad(rows.detach(), (0, -rows.shape[-1] % columns))
 
 
 def _matrix(dense: Dense) -> Tensor:

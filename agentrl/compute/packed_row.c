@@ -225,7 +225,7 @@ static void outer(int64_t rows, const float *x, int64_t x_stride, const float *d
         const int64_t own = least(COLUMNS, outputs - c);
         if (own < COLUMNS) memset(panel, 0, n * COLUMNS * sizeof(float));
         for (int64_t k = 0; k < n; k++) memcpy(panel + k * COLUMNS, d_y + k * d_stride + c, own * sizeof(float));
-        TILES(rows, x, 1, x_stride, panel, n, NULL, y + c, y_stride, outputs - c, 1);
+        TILES(0, rows, x, 1, x_stride, panel, n, NULL, y + c, y_stride, outputs - c, 1);
     }
 }
 
@@ -329,7 +329,7 @@ static int64_t lay_out(const Work *w, const Layer *l, Scratch *s, int64_t segmen
 static void averages(int64_t rows, const float *x, int64_t stride, const float *panels, int64_t keys, int64_t room,
                      float *y, int64_t y_stride, int64_t size) {
     for (int64_t c = 0; c < size; c += COLUMNS)
-        TILES(rows, x, stride, 1, panels + c * room, keys, NULL, y + c, y_stride, size - c, 0);
+        TILES(0, rows, x, stride, 1, panels + c * room, keys, NULL, y + c, y_stride, size - c, 0);
 }
 
 /* Turn `keys` scores into their softmax, zeros up to `most`; return the logarithm of the sum of their exponentials. */
@@ -413,10 +413,10 @@ static void attend(const Work *w, int64_t layer, const Layer *l, const Gradients
                 for (int64_t c = 0; c < size; c += COLUMNS) {
                     for (int64_t i = 0; i < rows; i++)
                         memcpy(s->panel + i * COLUMNS, s->query + i * wide + c, COLUMNS * sizeof(float));
-                    TILES(keys, s->d_score, 1, room, s->panel, rows, NULL, s->d_k + c, wide, COLUMNS, 1);
+                    TILES(0, keys, s->d_score, 1, room, s->panel, rows, NULL, s->d_k + c, wide, COLUMNS, 1);
                     for (int64_t i = 0; i < rows; i++)
                         memcpy(s->panel + i * COLUMNS, s->d_output + i * wide + c, COLUMNS * sizeof(float));
-                    TILES(keys, s->score, 1, room, s->panel, rows, NULL, s->d_v + c, wide, COLUMNS, 1);
+                    TILES(0, keys, s->score, 1, room, s->panel, rows, NULL, s->d_v + c, wide, COLUMNS, 1);
                 }
             }
             for (int64_t t = 0; w->backward && t < count; t++) {

@@ -4,7 +4,7 @@ Invariant: `hidden(weights_of(model), ...)` equals the module's own forward up t
 module's parameters. The caller provides the attention, since it knows which tokens attend to which.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentrl.models.dense import Dense, PackedDense, PackedGate
+from agentrl.models.dense import Dense
 from agentrl.models.lora import is_adapted, weight_of
+from agentrl.models.panels import PanelDense, layout_of
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, heads, D], k [N, kv_heads, D], v [N, kv_heads, D]) -> [N, heads * D]; scores times D ** -0.5."""
+
+Make = Callable[[Sequence[Tensor], Sequence[Tensor | None]], Dense]
+"""(weights, biases) -> one map of them."""
 
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
@@ -74,6 +78,8 @@ class Weights:
     """Gain [hidden] of the final norm; None: it is folded into `head`."""
     head: Dense
     """Output layer: hidden -> vocabulary."""
+    dtype: torch.dtype
+    """The type of what is computed between the matrices."""
     interleaved: bool
     """Whether the two halves that RoPE rotates alternate in q and k, so that a rotation is one complex product."""
 
@@ -120,20 +126,23 @@ def weights_of(model: Any, copy: bool = True, interleave: bool = False, pack: bo
     copy: concatenate q|k|v and gate|up, fold the norms' gains, lay the matrices out for speed. Costs one copy of the
     model and pays for small ones; under autograd the copies carry gradients back to the parameters, so build them anew
     for every update. Without copy everything is by reference. interleave: see `Weights` (needs copy). pack: matrices as
-    `PackedDense` lays them out, without gradients; the gains stay apart, since folding them would round once more.
+    `layout_of` says, without gradients; the gains stay apart, since folding them would round once more.
     """
     if (interleave and not copy) or (pack and copy):
         raise ValueError("interleave needs copy, and pack copies by itself")
     shape, inner = shape_of(model), model.model
-    layers = tuple(_layer(block, shape, copy, interleave, pack) for block in inner.layers)
     head, gain = model.lm_head.weight, inner.norm.weight
+    plain: Make = partial(Dense, copy=copy)
+    one, pair = (layout_of(head) if pack else None) or (plain, plain)
+    layers = tuple(_layer(block, shape, copy, interleave, one, pair) for block in inner.layers)
     if copy:
         head, gain = head * gain, None
-    dense = PackedDense([head]) if pack else Dense([head], copy=copy)
-    return Weights(shape, inner.embed_tokens.weight, layers, gain, dense, interleave)
+    embed = inner.embed_tokens.weight
+    dtype = torch.float32 if one is PanelDense else embed.dtype
+    return Weights(shape, embed, layers, gain, one([head], ()), dtype, interleave)
 
 
-def _layer(block: Any, s: Shape, copy: bool, interleave: bool, pack: bool) -> Layer:
+def _layer(block: Any, s: Shape, copy: bool, interleave: bool, dense: Make, gate: Make) -> Layer:
     attention, mlp = block.self_attn, block.mlp
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     gate_up = [mlp.gate_proj, mlp.up_proj]
@@ -146,7 +155,6 @@ def _layer(block: Any, s: Shape, copy: bool, interleave: bool, pack: bool) -> La
     if interleave:
         qkv_weights[:2] = [_interleave(w, s.head_dim) for w in qkv_weights[:2]]
         qkv_biases[:2] = [b if b is None else _interleave(b, s.head_dim) for b in qkv_biases[:2]]
-    dense, gate = (PackedDense, PackedGate) if pack else (partial(Dense, copy=copy),) * 2
     return Layer(
         dense(qkv_weights, qkv_biases),
         dense([weight_of(attention.o_proj)], [attention.o_proj.bias]),
@@ -246,7 +254,7 @@ def hidden(
     states; the final gain is folded into it if the weights are copied.
     """
     s, rms_norm, swiglu = weights.shape, kernels.rms_norm, kernels.swiglu
-    x = F.embedding(ids, weights.embed)
+    x = F.embedding(ids, weights.embed).to(weights.dtype)
     for i, layer in enumerate(weights.layers):
         y = layer.qkv(rms_norm(x, layer.attention_gain, s.eps)).view(-1, s.heads + 2 * s.kv_heads, s.head_dim)
         qk, v = y[:, : s.heads + s.kv_heads], y[:, s.heads + s.kv_heads :]

@@ -16,6 +16,9 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import torch.nn.functional as F
+from torch import Tensor
+
 from agentrl.models.dense import cpu_name
 
 log = logging.getLogger(__name__)
@@ -43,6 +46,17 @@ def compiled(source: Path, without: str) -> ctypes.CDLL | None:
         why = next((line for line in said if "error" in line), said[-1])
         log.warning("%s cannot compile %s: %s: %s", command, source.name, without, why)
         return None
+
+
+def in_panels(matrix: Tensor, columns: int) -> Tensor:
+    """A matrix [outputs, inputs] as vectors.h has it: [panels, inputs, columns], padded by zeros; detached."""
+    padded = padded_to(matrix, columns)
+    return padded.view(-1, columns, matrix.shape[1]).transpose(1, 2).contiguous()
+
+
+def padded_to(outputs: Tensor, columns: int) -> Tensor:
+    """A matrix [outputs, inputs] or a bias [outputs] with zeros up to whole panels, detached."""
+    return F.pad(outputs.detach(), (0, 0) * (outputs.dim() - 1) + (0, -len(outputs) % columns)).contiguous()
 
 
 def _load(source: Path, command: str, folder: Path, own: Path) -> ctypes.CDLL:

@@ -21,22 +21,38 @@
 
 typedef float vec __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t int8v __attribute__((vector_size(32), aligned(4), may_alias));
 
 int64_t panel_columns(void) { return COLUMNS; }
 
 static inline int64_t padded(int64_t outputs) { return (outputs + COLUMNS - 1) / COLUMNS * COLUMNS; }
 
-/* y [n, outputs] (+)= x [n, depth] times a panel, for `n` known when this is compiled. x_row, x_depth: floats from a
- * row of x to the next, and from one of its columns to the next. */
-INLINE void tile(const int n, const float *restrict x, int64_t x_row, int64_t x_depth, const float *restrict w,
-                 int64_t depth, const float *bias, float *restrict y, int64_t y_stride, int64_t outputs, int add) {
+/* Row k of a panel. half: it is bfloat16, in pairs of a column of the left half and the same one of the right. */
+INLINE void weights_of(const int half, const char *w, int64_t k, vec *left, vec *right) {
+    w += k * COLUMNS * (half ? 2 : 4);
+    __builtin_prefetch(w + 24 * COLUMNS * 4);
+    if (half) {
+        const bits both = *(const bits *)w;
+        *left = (vec)(both << 16);
+        *right = (vec)(both & 0xffff0000u);
+    } else {
+        *left = *(const vec *)w;
+        *right = *(const vec *)(w + WIDTH * 4);
+    }
+}
+
+/* y [n, outputs] (+)= x [n, depth] times a panel, for `n` and `half` known when this is compiled. x_row, x_depth: floats
+ * from a row of x to the next, and from one of its columns to the next. */
+INLINE void tile(const int n, const int half, const float *restrict x, int64_t x_row, int64_t x_depth,
+                 const void *restrict w, int64_t depth, const float *bias, float *restrict y, int64_t y_stride,
+                 int64_t outputs, int add) {
     vec a[ROWS][2];
     for (int r = 0; r < n; r++)
         for (int j = 0; j < 2; j++) a[r][j] = bias ? *(const vec *)(bias + j * WIDTH) : (vec){0};
     for (int64_t k = 0; k < depth; k++) {
-        __builtin_prefetch(w + (k + 24) * COLUMNS);
-        const vec left = *(const vec *)(w + k * COLUMNS), right = *(const vec *)(w + k * COLUMNS + WIDTH);
+        vec left, right;
+        weights_of(half, w, k, &left, &right);
 #pragma GCC unroll 6
         for (int r = 0; r < n; r++) {
             a[r][0] += x[r * x_row + k * x_depth] * left;
@@ -59,20 +75,21 @@ INLINE void tile(const int n, const float *restrict x, int64_t x_row, int64_t x_
         }
 }
 
-#define TILES(n, x, x_row, x_depth, w, depth, bias, y, y_stride, outputs, add)                                       \
-    do {                                                                                                             \
-        int64_t r = 0;                                                                                               \
-        for (; r + ROWS <= (n); r += ROWS)                                                                           \
-            tile(ROWS, (x) + r * (x_row), x_row, x_depth, w, depth, bias, (y) + r * (y_stride), y_stride, outputs, add); \
-        const float *last = (x) + r * (x_row);                                                                       \
-        float *to = (y) + r * (y_stride);                                                                            \
-        switch ((n) - r) {                                                                                           \
-        case 1: tile(1, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                    \
-        case 2: tile(2, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                    \
-        case 3: tile(3, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                    \
-        case 4: tile(4, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                    \
-        case 5: tile(5, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                    \
-        }                                                                                                            \
+#define TILES(half, n, x, x_row, x_depth, w, depth, bias, y, y_stride, outputs, add)                                   \
+    do {                                                                                                               \
+        int64_t r = 0;                                                                                                 \
+        for (; r + ROWS <= (n); r += ROWS)                                                                             \
+            tile(ROWS, half, (x) + r * (x_row), x_row, x_depth, w, depth, bias, (y) + r * (y_stride), y_stride,        \
+                 outputs, add);                                                                                        \
+        const float *last = (x) + r * (x_row);                                                                         \
+        float *to = (y) + r * (y_stride);                                                                              \
+        switch ((n) - r) {                                                                                             \
+        case 1: tile(1, half, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                \
+        case 2: tile(2, half, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                \
+        case 3: tile(3, half, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                \
+        case 4: tile(4, half, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                \
+        case 5: tile(5, half, last, x_row, x_depth, w, depth, bias, to, y_stride, outputs, add); break;                \
+        }                                                                                                              \
     } while (0)
 
 /* y [n, outputs] (+)= x [n, depth] times the matrix of the panels w, plus bias, which is padded to whole panels. */
@@ -80,7 +97,7 @@ static inline void product(int64_t n, const float *x, int64_t x_stride, const fl
                            const float *bias, float *y, int64_t y_stride, int64_t outputs, int add) {
     for (int64_t c = 0; c < outputs; c += COLUMNS, w += depth * COLUMNS) {
         const float *b = bias ? bias + c : NULL;
-        TILES(n, x, x_stride, 1, w, depth, b, y + c, y_stride, outputs - c, add);
+        TILES(0, n, x, x_stride, 1, w, depth, b, y + c, y_stride, outputs - c, add);
     }
 }
 

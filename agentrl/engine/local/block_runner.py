@@ -13,7 +13,7 @@ from agentrl.engine.local.compiled_step import MULTIPLE, Alike, CompiledStep
 from agentrl.engine.local.native import Native, native
 from agentrl.engine.local.runner import Bools, Chunk, Ints, Work
 from agentrl.models import block
-from agentrl.models.dense import packs
+from agentrl.models.panels import PanelDense, layout_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,8 +23,8 @@ COPY_BELOW = 200_000_000
 parameters for every update."""
 
 PACKED_SHARE = 8
-"""A larger model, and any in bfloat16, is decoded from a copy laid out for this CPU, where that gains (`packs`) and the
-copy takes at most this part of the machine's memory; else from the weights themselves."""
+"""A larger model, and any in bfloat16, is decoded from a copy laid out for this CPU, where that gains (`layout_of`) and
+the copy takes at most this part of the machine's memory; else from the weights themselves."""
 
 SCORES_AT_ONCE = 1 << 22
 """Maximum number of attention scores of chunks held at once; a single chunk with more uses torch's fused attention."""
@@ -41,7 +41,7 @@ class BlockRunner(CachedRunner):
         self.rope = block.Rope(model, factor=self.shape.head_dim**-0.25)
         self.device = model.model.embed_tokens.weight.device
         dtype = model.model.embed_tokens.weight.dtype
-        self.token_bytes = 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * dtype.itemsize
+        self.token_bytes = 0
         self.share(1)
         self._vocabulary = len(model.lm_head.weight)
         self._fits = self.device.type == "cpu" and dtype == torch.float32 and self.shape.head_dim % MULTIPLE == 0
@@ -62,8 +62,11 @@ class BlockRunner(CachedRunner):
         head = self.model.lm_head.weight
         small = sum(p.numel() for p in self.model.parameters()) < COPY_BELOW
         room = processes * PACKED_SHARE * _packed_bytes(self.model) <= machine_bytes()
-        self.packs = room and packs(head) and not (small and head.dtype == torch.float32)
-        self.copies = small and not self.packs
+        layout = layout_of(head) if room and not (small and head.dtype == torch.float32) else None
+        self.packs, self.copies = layout is not None, small and layout is None
+        self._dtype = torch.float32 if layout is not None and layout[0] is PanelDense else head.dtype
+        s = self.shape
+        self.token_bytes = 2 * s.layers * s.kv_heads * s.head_dim * self._dtype.itemsize
 
     @property
     def batch_invariant(self) -> bool:
@@ -100,7 +103,7 @@ class BlockRunner(CachedRunner):
                 self._weights = weights
             else:
                 self._compiled = CompiledStep(found, weights, self.rope)
-        like = self.model.lm_head.weight.new_empty(1, self.shape.kv_heads, self.shape.head_dim)
+        like = torch.empty(1, self.shape.kv_heads, self.shape.head_dim, dtype=self._dtype, device=self.device)
         for i in range(self.shape.layers):
             self.cache.layer(i, like, like)
 

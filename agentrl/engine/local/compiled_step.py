@@ -11,13 +11,13 @@ from ctypes import c_void_p
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.engine.local.cache import SlotCache
 from agentrl.engine.local.native import Model, Native, Tokens
 from agentrl.engine.local.runner import Ints
 from agentrl.models import block
+from agentrl.models.compiled import in_panels, padded_to
 from agentrl.models.dense import Dense
 
 MULTIPLE = 8
@@ -106,12 +106,10 @@ class CompiledStep:
         ))  # fmt: skip
 
     def _panels(self, matrix: Tensor) -> Tensor:
-        """matrix [outputs, inputs] in the layout of step.c: [panels, inputs, columns], padded by zeros."""
-        padded = F.pad(matrix, (0, 0, 0, -len(matrix) % self._columns))
-        return padded.view(-1, self._columns, matrix.shape[1]).transpose(1, 2).contiguous()
+        return in_panels(matrix, self._columns)
 
     def _padded(self, bias: Tensor | None) -> Tensor | None:
-        return None if bias is None else F.pad(bias.detach(), (0, -len(bias) % self._columns)).contiguous()
+        return None if bias is None else padded_to(bias, self._columns)
 
     def _gains(self, gains: Sequence[Tensor | None]) -> int | None:
         return None if gains[0] is None else self._pointers([g.detach().contiguous() for g in gains if g is not None])

@@ -1,7 +1,10 @@
 """The local engine's tokens and log-probs are those of transformers' own forward, however requests come and go."""
 
 import asyncio
+import copy
+import multiprocessing
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ from agentrl.engine.local.runner import Chunk, Work
 from agentrl.errors import UserError
 from agentrl.models import block, dense
 from agentrl.models.dense import Dense, PackedDense, PackedGate, packs
+from agentrl.models.panels import PanelDense, layout_of, native_panels
 
 VOCAB = 97
 LLAMA3 = {
@@ -182,11 +186,11 @@ async def test_running_rows_are_retracted_when_they_outgrow_the_cache() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "qwen2"])
 @pytest.mark.parametrize("share", [PACKED_SHARE, 1 << 60])
 async def test_bfloat16_is_close_to_the_module(name: str, share: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With weights packed for this CPU, where it computes in bfloat16, and without."""
+    """With weights laid out for this CPU, and without."""
     monkeypatch.setattr("agentrl.engine.local.block_runner.PACKED_SHARE", share)
     model = MODELS[name][0]().bfloat16()
     engine = LocalEngine(model, max_batch=4)
-    assert BlockRunner(model).packs == (share == PACKED_SHARE and packs(model.lm_head.weight))
+    assert BlockRunner(model).packs == (share == PACKED_SHARE and layout_of(model.lm_head.weight) is not None)
     prompt = np.random.default_rng(0).integers(5, VOCAB, 12).tolist()
     g = await engine.generate(prompt, Sampling(20), "a")
     with torch.no_grad():
@@ -197,13 +201,13 @@ async def test_bfloat16_is_close_to_the_module(name: str, share: int, monkeypatc
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
 def test_packed_products_are_those_of_the_weights(kind: torch.dtype) -> None:
-    """As exact as plain ones, for any number of rows; a CPU without bfloat16 packs nothing in it."""
+    """As exact as plain ones, for any number of rows; a CPU without bfloat16 packs nothing in it like this."""
     torch.manual_seed(0)
     x, residual = torch.randn(300, 48), torch.randn(300, 64)
     weights, biases = [torch.randn(64, 48) for _ in range(2)], [torch.randn(64) for _ in range(2)]
     half = [w.to(kind) for w in weights]
     if kind == torch.bfloat16 and not packs(half[0]):
-        assert not BlockRunner(MODELS["qwen3"][0]().bfloat16()).packs
+        assert layout_of(half[0]) in (None, (PanelDense, PanelDense))
         return
     for given, kept in ((biases, [b.to(kind) for b in biases]), ([None, None], [None, None])):
         exact, gate = Dense([w.to(kind).float() for w in weights], given), PackedGate(half, kept)
@@ -221,6 +225,58 @@ def test_packed_products_are_those_of_the_weights(kind: torch.dtype) -> None:
                 assert (found.float() - wanted).abs().max() <= most * wanted.abs().max()
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_of_panels_are_those_of_the_weights(kind: torch.dtype, threads: int) -> None:
+    """To the last bit the same for any number of threads and of other rows; deeper than what is computed at once, with
+    a last panel that is not full, and of rows that are not contiguous."""
+    if native_panels() is None:
+        pytest.skip("needs a C compiler (apt-get install gcc libc6-dev)")
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 200, 1500).transpose(0, 1)[:, 0], torch.randn(200, 150)
+    weights, biases = [torch.randn(n, 1500).to(kind) for n in (99, 51)], [torch.randn(n).to(kind) for n in (99, 51)]
+    before = torch.get_num_threads()
+    for given in (biases, [None, None]):
+        exact = Dense([w.float() for w in weights], [None if b is None else b.float() for b in given])
+        found = PanelDense(weights, given)
+        alone = found(x[7:8])
+        torch.set_num_threads(threads)
+        try:
+            for rows in (0, 1, 5, 6, 97, 200):
+                torch.testing.assert_close(found(x[:rows]), exact(x[:rows]), rtol=1e-4, atol=1e-3)
+                torch.testing.assert_close(
+                    found.plus(residual[:rows], x[:rows]), exact.plus(residual[:rows], x[:rows]), rtol=1e-4, atol=1e-3
+                )
+            assert torch.equal(found(x)[7:8], alone)
+        finally:
+            torch.set_num_threads(before)
+
+
+def test_products_of_panels_in_a_forked_process_and_of_threads_at_once() -> None:
+    """A process that was forked has none of the threads that its parent's products wait in."""
+    if native_panels() is None:
+        pytest.skip("needs a C compiler (apt-get install gcc libc6-dev)")
+    dense, x, before = PanelDense([torch.randn(300, 64)]), torch.randn(4, 64), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        wanted = dense(x)
+        with ThreadPoolExecutor(4) as threads:
+            assert all(torch.equal(found, wanted) for found in threads.map(lambda _: dense(x), range(400)))
+        process = multiprocessing.get_context("fork").Process(target=_same_again, args=(dense, x, wanted))
+        process.start()
+        process.join(30)
+        alive = process.is_alive()
+        process.kill()
+        assert not alive
+        assert process.exitcode == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+def _same_again(dense: Dense, x: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert all(torch.equal(dense(x), wanted) for _ in range(50))
+
+
 @pytest.mark.parametrize(("vendor", "chosen"), [("AuthenticAMD", True), ("GenuineIntel", False)])
 async def test_large_models_are_packed_where_that_gains(
     vendor: str, chosen: bool, monkeypatch: pytest.MonkeyPatch
@@ -235,6 +291,27 @@ async def test_large_models_are_packed_where_that_gains(
     large.share(1 << 40)
     assert not large.packs
     await crowd(model, True, max_batch=16)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+async def test_a_model_in_panels_is_computed_in_float32(
+    name: str, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_panels() is None:
+        pytest.skip("needs a C compiler (apt-get install gcc libc6-dev)")
+    monkeypatch.setattr("agentrl.engine.local.block_runner.COPY_BELOW", 0)
+    for module in ("agentrl.engine.local.block_runner", "agentrl.models.block"):
+        monkeypatch.setattr(f"{module}.layout_of", lambda weight: (PanelDense, PanelDense))
+    model = MODELS[name][0]().to(kind)
+    engine = LocalEngine(model, max_batch=4)
+    prompts = [np.random.default_rng(i).integers(5, VOCAB, 12 + 9 * i).tolist() for i in range(6)]
+    answers = await asyncio.gather(*(engine.generate(p, Sampling(20), str(i)) for i, p in enumerate(prompts)))
+    for prompt, g in zip(prompts, answers, strict=True):
+        check(copy.deepcopy(model).float(), prompt, g, greedy=False)
+    (keys, *_), room = engine.runner.cache.keys, engine.runner.slots * (engine.runner.columns + 1)
+    assert keys.dtype == torch.float32
+    assert engine.runner.token_bytes * room == 2 * model.config.num_hidden_layers * keys.nbytes
 
 
 async def test_a_prompt_longer_than_one_feed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -389,14 +389,21 @@ LARGE = 200e6
 
 
 def _advice(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
-    """What would make the run faster on a GPU."""
+    """What would make the run faster."""
     from importlib.util import find_spec
 
+    from agentrl.models.dense import cpu_has_bfloat16
     from agentrl.models.load import on_gpu
 
-    if not on_gpu(recipe):
-        return []
     lines = []
+    if not on_gpu(recipe):
+        half = "bfloat16" in (recipe.model.dtype, recipe.model.compute)
+        if half and not recipe.cluster.gpus and not cpu_has_bfloat16():
+            lines.append(
+                "this CPU has no products in bfloat16, in which its updates take several times as long as in float32: "
+                "model.dtype=float32 model.compute=same"
+            )
+        return lines
     if find_spec("liger_kernel") is None:
         lines.append("norms and gates run as one kernel each with liger-kernel: pip install 'agentrl[gpu]'")
     if recipe.engine.name == "local" and plan is not None and plan.parameters > LARGE:

@@ -46,7 +46,14 @@ def packs(weight: Tensor) -> bool:
         return False
     if weight.dtype == torch.float32:
         return "AuthenticAMD" in cpu_name()
-    return weight.dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.bfloat16 and cpu_has_bfloat16()
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU computes in bfloat16 (AMX, AVX-512); on others, torch's products take up to ten times as long
+    in it as in float32."""
+    backends: Any = torch.backends
+    return bool(backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def cpu_name() -> str:

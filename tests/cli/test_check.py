@@ -57,6 +57,17 @@ def test_an_environment_that_an_agent_does_not_ask_is_said(capsys: pytest.Captur
     assert "not asked with agent: execute of text_game: " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("has", [True, False])
+def test_bfloat16_is_advised_against_where_the_cpu_has_none(
+    has: bool, recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.models.dense.cpu_has_bfloat16", lambda: has)
+    for change in ("model.dtype=bfloat16", "model.compute=bfloat16", "model.dtype=float32"):
+        assert run(["check", recipe, change, "model.device=cpu"]) == 0
+        advised = "advice: this CPU has no products in bfloat16" in capsys.readouterr().out
+        assert advised == (not has and "bfloat16" in change)
+
+
 def test_what_a_run_warns_of_before_its_first_step_is_said(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     said = []
     for change in ("algorithm=kl_cov", "algorithm=dapo"):

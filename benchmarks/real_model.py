@@ -1,7 +1,8 @@
 """A model of real size beside transformers: decoding, prefill, a training step and one of LoRA, in tokens per second;
 a whole update beside TRL's, with its memory; and what a step of 64 long rollouts costs on this machine.
 
-    python benchmarks/real_model.py [--rounds 3] [--threads 1] [--only decode] [--compute float32] [--quick]
+    python benchmarks/real_model.py [--rounds 3] [--threads 1] [--only decode] [--compute float32] [--rows 1 16]
+        [--quick]
 
 The model has the shape of Qwen2.5-0.5B (494 million parameters, a vocabulary of 151,936) and random weights, made here.
 
@@ -22,8 +23,9 @@ update   an update of agentrl's actor and one of TRL's `GRPOTrainer`, whose `rol
 a step   64 rollouts of 1,000 tokens in 8 groups, by what decoding 64 rows and the update took: hours.
 
 On one thread, times are CPU seconds of the process, else seconds of the clock; the sides take turns, and the best round
-of each counts, because other load can only slow a round down. --compute float32 leaves out bfloat16, which takes hours
-on a processor without instructions for it. --quick: a small shape, one round, to try the script.
+of each counts, because other load can only slow a round down. --compute float32 leaves out bfloat16, in which
+transformers and TRL take hours on a processor without instructions for it; --only decode --rows 1 16 takes minutes in
+it. --quick: a small shape, one round, to try the script.
 """
 
 import argparse
@@ -328,6 +330,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", choices=["decode", "train", "lora", "update"], help="a part of the table")
+    parser.add_argument("--rows", type=int, nargs="+", default=(1, 16, 64), help="rows that are decoded")
     parser.add_argument("--compute", choices=["bfloat16", "float32"], help="one type alone")
     parser.add_argument("--quick", action="store_true", help="a small shape and one round")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -354,12 +357,12 @@ def main() -> None:
     if options.only in (None, "decode"):
         model = make_model(shape, torch.bfloat16)
         if options.compute != "float32":
-            for rows in (1, 16, 64):
+            for rows in options.rows:
                 sampled = decode(model, rows, rounds, clock, gigabytes)
             refresh(model, clock)
         if options.compute != "bfloat16":
             model = model.float()
-            for rows in (1, 16, 64):
+            for rows in options.rows:
                 found = decode(model, rows, rounds, clock, gigabytes)
             sampled = max(sampled, found)
     for part in ("train", "lora"):

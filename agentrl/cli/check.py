@@ -398,7 +398,7 @@ def _advice(recipe: "Recipe", plan: "MemoryPlan | None") -> list[str]:
     lines = []
     if not on_gpu(recipe):
         half = "bfloat16" in (recipe.model.dtype, recipe.model.compute)
-        if half and not recipe.cluster.gpus and not cpu_has_bfloat16():
+        if half and not cpu_has_bfloat16():
             lines.append(
                 "this CPU has no products in bfloat16, in which its updates take several times as long as in float32: "
                 "model.dtype=float32 model.compute=same"

@@ -38,7 +38,9 @@ class Panels:
         return padded_to(bias.float(), self._columns)
 
     def product(self, x: Tensor, panels: Tensor, bias: Tensor | None, y: Tensor, add: bool) -> None:
-        """y [N, outputs] = x [N, inputs] times a matrix that was laid out, plus its bias; add: plus what y was."""
+        """y [N, outputs] = x [N, inputs] times a matrix that was laid out, plus its bias; add: plus what y was.
+        x and y are float32 and contiguous."""
+        assert x.dtype == y.dtype == torch.float32
         self._product(
             torch.get_num_threads(), *x.shape, y.shape[1], panels.dtype == torch.bfloat16, x.data_ptr(),
             panels.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr(), add,

@@ -397,7 +397,9 @@ def test_what_makes_a_gpu_faster_is_said(folder: Path, capsys: pytest.CaptureFix
     said = said_by_check(capsys, recipe, f"model.path={folder}", "engine={name: local}")
     assert "advice: norms and gates run as one kernel each with liger-kernel: pip install 'agentrl[gpu]'" in said
     assert "advice: the engine `local` decodes on one GPU" in said
-    assert "advice" not in said_by_check(capsys, recipe, f"model.path={folder}", "model.device=cpu")
+    said = said_by_check(capsys, recipe, f"model.path={folder}", "engine={name: local}", "model.device=cpu")
+    assert "liger-kernel" not in said
+    assert "decodes on one GPU" not in said
 
 
 @pytest.mark.slow

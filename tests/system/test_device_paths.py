@@ -241,7 +241,7 @@ def test_the_local_engine_samples_as_on_the_cpu(
     make: Callable[[], Any], sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local_engine, "INLINE_SECONDS", 1e9)  # another thread knows nothing of what is pretended here
-    monkeypatch.setattr(block_runner, "packs", lambda weight: False)  # no GPU does, and packed products round otherwise
+    monkeypatch.setattr(block_runner, "layout_of", lambda weight: None)  # as on a GPU: other products round otherwise
 
     async def sample(model: Any) -> list[list[int]]:
         engine = LocalEngine(model.eval(), max_batch=4, max_context=96, overlap=True)

@@ -192,8 +192,12 @@ class Mirror:
         """Copy what is new. Returns whether all of it is there; tells an error once."""
         try:
             while (saved := self._due()) is not None:
-                with _held(saved, self._folder / HELD) as folder:
-                    self._copy(saved, folder)
+                try:
+                    with _held(saved, self._folder / HELD) as folder:
+                        self._copy(saved, folder)
+                except FileNotFoundError:
+                    if saved.path.exists():
+                        raise  # it is the store that lacks something, or somebody else removed a file
             there = self.store.sizes()
             self._copy_results(there)
             self._prune(there)
@@ -235,10 +239,7 @@ class Mirror:
 
     def _copy_results(self, there: Mapping[str, int]) -> None:
         """Copy the files of the run besides its checkpoints that have changed."""
-        for name in disk.files(self._folder):
-            parts = PurePosixPath(name).parts
-            if any(part.startswith(".") for part in parts) or (parts[0] == CHECKPOINTS and len(parts) > 2):
-                continue
+        for name in _results(self._folder):
             try:
                 found = (self._folder / name).stat()
                 state = found.st_size, found.st_mtime_ns
@@ -320,6 +321,16 @@ def _sums(checkpoint: Path) -> str:
     """What tells a checkpoint from another of the same step."""
     path = checkpoint / TRAINER / CHECKSUMS
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else ""
+
+
+def _results(folder: Path) -> list[str]:
+    """The paths of a run's files besides those of checkpoints, which the run may remove meanwhile."""
+    found = []
+    for where, folders, files in os.walk(folder):
+        inner = Path(where).relative_to(folder)
+        folders[:] = [name for name in folders if not name.startswith(".") and inner != Path(CHECKPOINTS)]
+        found += [str(inner / name) for name in files if not name.startswith(".")]
+    return sorted(found)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The copy of a run at a URL: whole checkpoints alone count, and what a store refuses ends no run."""
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 from checkpoint_help import Role, everything, learned, same, tiny
 from processes import until
 
-from agentrl.checkpoint import mirror
+from agentrl.checkpoint import disk, mirror
 from agentrl.checkpoint.checkpoints import Checkpoints
 from agentrl.checkpoint.mirror import Mirror, Store, fetched_run, open_mirror
 from agentrl.checkpoint.roles import load_roles, save_roles
@@ -66,6 +67,50 @@ def files(store: Store) -> set[str]:
 def below(folder: Path) -> dict[str, bytes]:
     found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     return {name: data for name, data in found.items() if not name.startswith(".")}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_the_run_removes_while_it_is_copied_is_no_failure(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the file system has no links that would hold it."""
+    run, put, removed = Run(tmp_path / "a", url), Store.put, threading.Event()
+
+    def link(*_: object) -> None:
+        raise OSError("no links here")
+
+    def remove_then_put(store: Store, local: Path, name: str, moved: Callable[[], None]) -> None:
+        if "step_1/" in name and not removed.is_set():
+            run.checkpoints.keep = 1
+            disk.remove(run.folder.checkpoints / "step_1")
+            removed.set()
+        put(store, local, name, moved)
+
+    monkeypatch.setattr(mirror.os, "link", link)
+    monkeypatch.setattr(Store, "put", remove_then_put)
+    run.save(1)
+    assert removed.wait(30)
+    run.save(2)
+    run.wait(2)
+    assert run.mirror.close() == []
+    assert run.lines == []
+
+
+def test_results_are_listed_while_a_checkpoint_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("metrics.jsonl", "trajectories/step_1.parquet", "checkpoints/best.json", "checkpoints/step_1/a/b"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".mirror").mkdir()
+    (tmp_path / ".mirror/a").touch()
+    scandir = os.scandir
+
+    def scanned(path: Any) -> Any:
+        if "step_1" in str(path):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    assert mirror._results(tmp_path) == ["checkpoints/best.json", "metrics.jsonl", "trajectories/step_1.parquet"]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -49,13 +50,13 @@ def compiled(source: Path, without: str) -> ctypes.CDLL | None:
 
 
 def in_panels(matrix: Tensor, columns: int) -> Tensor:
-    """A matrix [outputs, inputs] as vectors.h has it: [panels, inputs, columns], padded by zeros; detached."""
-    padded = padded_to(matrix, columns)
-    return padded.view(-1, columns, matrix.shape[1]).transpose(1, 2).contiguous()
+    """A copy of a matrix [outputs, inputs] as vectors.h has it: [panels, inputs, columns], padded by zeros."""
+    whole = padded_to(matrix, columns) if len(matrix) % columns else matrix.detach()
+    return whole.view(-1, columns, whole.shape[1]).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def padded_to(outputs: Tensor, columns: int) -> Tensor:
-    """A matrix [outputs, inputs] or a bias [outputs] with zeros up to whole panels, detached."""
+    """A copy of a matrix [outputs, inputs] or a bias [outputs], with zeros up to whole panels."""
     return F.pad(outputs.detach(), (0, 0) * (outputs.dim() - 1) + (0, -len(outputs) % columns)).contiguous()
 
 

@@ -329,7 +329,7 @@ def _results(folder: Path) -> list[str]:
     for where, folders, files in os.walk(folder):
         inner = Path(where).relative_to(folder)
         folders[:] = [name for name in folders if not name.startswith(".") and inner != Path(CHECKPOINTS)]
-        found += [str(inner / name) for name in files if not name.startswith(".")]
+        found += [str(inner / name) for name in files if not name.startswith(".") and Path(where, name).is_file()]
     return sorted(found)
 
 

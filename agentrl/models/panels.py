@@ -91,7 +91,7 @@ def layout_of(weight: Tensor) -> tuple[type[Dense], type[Dense]] | None:
         return None
     backends: Any = torch.backends
     packed, narrow = packs(weight), backends.cpu.get_cpu_capability() == "AVX2"
-    in_panels = not packed if weight.dtype == torch.bfloat16 else packed and narrow
-    if in_panels and native_panels() is not None:
+    gains = not packed if weight.dtype == torch.bfloat16 else packed and narrow
+    if gains and native_panels() is not None:
         return PanelDense, PanelDense
     return (PackedDense, PackedGate) if packed else None

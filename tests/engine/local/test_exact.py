@@ -314,6 +314,28 @@ async def test_a_model_in_panels_is_computed_in_float32(
     assert engine.runner.token_bytes * room == 2 * model.config.num_hidden_layers * keys.nbytes
 
 
+@pytest.mark.parametrize(
+    ("vendor", "capability", "has", "compiler", "single", "half"),
+    [
+        ("AuthenticAMD", "AVX2", False, True, PanelDense, PanelDense),
+        ("AuthenticAMD", "AVX512", True, True, PackedDense, PackedDense),
+        ("AuthenticAMD", "AVX2", False, False, PackedDense, None),
+        ("GenuineIntel", "AVX2", False, True, None, PanelDense),
+        ("GenuineIntel", "AVX512", True, True, None, PackedDense),
+    ],
+)
+def test_matrices_are_laid_out_by_the_processor(
+    vendor: str, capability: str, has: bool, compiler: bool, single: Any, half: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl.models.dense.cpu_name", lambda: f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr("agentrl.models.dense.cpu_has_bfloat16", lambda: has)
+    monkeypatch.setattr("agentrl.models.panels.native_panels", lambda: object() if compiler else None)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    for kind, wanted in ((torch.float32, single), (torch.bfloat16, half), (torch.float16, None)):
+        found = layout_of(torch.zeros(2, 2, dtype=kind))
+        assert (found and found[0]) is wanted
+
+
 async def test_a_prompt_longer_than_one_feed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentrl.engine.local.scheduler.FEED_TOKENS", 16)
     monkeypatch.setattr("agentrl.engine.local.block_runner.SCORES_AT_ONCE", 500)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 from agentrl_tools.workspaces import owner
 from agentrl_tools.workspaces.container import Container
 from agentrl_tools.workspaces.docker import DockerProvider
+from agentrl_tools.workspaces.loopback import listen_inside
 from podman_help import IMAGE, Podman, podman_service
 from proxy import ANSWERS, Proxy
 from workspace_contract import CALLS
@@ -266,6 +268,19 @@ async def test_programs_reach_this_process_where_their_daemon_is_here(
         workspace._config["Entrypoint"] = ["another machine's"]  # as one that a process of ours has by chance
         with pytest.raises(WorkspaceError, match="its daemon's processes are not this machine's"):
             await workspace.listen(5000)
+
+
+async def test_a_first_process_that_is_not_yet_its_program_is_waited_for(podman: Podman) -> None:
+    line = "read go; exec sh -c 'read end' the-name"
+    with subprocess.Popen(["sh", "-c", line], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        listening = asyncio.create_task(listen_inside(process.pid, "the-name", 0))
+        done, _ = await asyncio.wait({listening}, timeout=0.3)
+        assert not done
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        (await listening).close()
+        process.stdin.close()
 
 
 async def test_what_a_program_may_do_as_root(podman: Podman) -> None:

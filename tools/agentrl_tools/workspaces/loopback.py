@@ -5,12 +5,14 @@ import ctypes
 import os
 import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 _NEW_NETWORK = 0x40000000
 _SYS_ADMIN = 21
 _BACKLOG = 1024
+_START_SECONDS = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -33,9 +35,11 @@ async def listen_inside(pid: int, name: str, port: int) -> socket.socket:
 def _listen(pid: int, name: str, port: int) -> socket.socket:
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
-        if words[-2:] != [name, ""]:
-            raise OSError(0, "its daemon's processes are not this machine's")
+        end = time.monotonic() + _START_SECONDS
+        while Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[-2:] != [name, ""]:
+            if time.monotonic() > end:
+                raise OSError(0, "its daemon's processes are not this machine's")
+            time.sleep(0.01)  # a daemon says "started" a moment before the process becomes that program
         if _libc.setns(namespace, _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     finally:

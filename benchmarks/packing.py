@@ -23,22 +23,24 @@ turns k    8 samples of 6 turns, of which either half has its first k in common
 thinking   4 rollouts of 4 turns whose thinking is left out of later turns: a path each turn
 retries    4 rollouts of 6 turns that went back after the second and after the fourth turn: 3 paths
 compacted  4 rollouts that went on from a summary twice: 3 paths, which have the prompt alone in common
+schemas    8 samples of 2 turns, and 500 tokens before the prompts that are the same in all groups, as those of tools
 
-separate   every path by itself;   prompt   what all paths of a group have in common once;   tree   every beginning once
+separate   every path by itself;   prompt   what all paths of a group have in common once
+tree       every beginning once, of several groups, too
 """
 
 import argparse
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.compute import batch as batch_module
-from agentrl.compute.batch import Batch, prefix_trees
+from agentrl.compute.batch import Batch
 from agentrl.compute.forward import BlockForward, Forward, ModuleForward
 from agentrl.compute.packing import micro_batches
 
@@ -128,7 +130,10 @@ CONVERSATIONS: dict[str, Callable[[np.ndarray, Turns], Iterator[np.ndarray]]] = 
     "thinking": thinking,
     "retries": retries,
     "compacted": compacted,
+    "schemas": lambda prompt, turns: (np.concatenate([prompt, *turns(2)]) for _ in range(8)),
 }
+SYSTEM = {"schemas": 500}
+"""Tokens before the prompts of all groups."""
 
 
 def conversations(name: str, groups: int, turn: int = 48, prompt: int = 100, vocabulary: int = VOCABULARY) -> Batch:
@@ -138,12 +143,17 @@ def conversations(name: str, groups: int, turn: int = 48, prompt: int = 100, voc
     def turns(count: int) -> list[np.ndarray]:
         return [rng.integers(1, vocabulary, rng.integers(turn * 3 // 4, turn * 5 // 4 + 1)) for _ in range(count)]
 
-    rows = [list(CONVERSATIONS[name](rng.integers(1, vocabulary, prompt), turns)) for _ in range(groups)]
-    return batch_of(rows, [prompt] * sum(map(len, rows)))
+    system = rng.integers(1, vocabulary, SYSTEM.get(name, 0))
+    prompts = [np.concatenate([system, rng.integers(1, vocabulary, prompt)]) for _ in range(groups)]
+    rows = [list(CONVERSATIONS[name](opening, turns)) for opening in prompts]
+    return batch_of(rows, [len(system) + prompt] * sum(map(len, rows)))
 
 
-def prompts_alone(work: Callable[[], np.ndarray]) -> np.ndarray:
-    """Do it with trees of one level."""
+Result = TypeVar("Result")
+
+
+def prompts_alone(work: Callable[[], Result]) -> Result:
+    """Do it with a tree of one level for each group."""
     least, batch_module.LEAST = batch_module.LEAST, 1 << 40
     try:
         return work()
@@ -160,6 +170,11 @@ def packed(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
         (logprobs * weight).sum().backward()
         found[row.source] = logprobs.detach().cpu()
     return found
+
+
+def computed(batch: Batch, budget: int) -> int:
+    """Packed tokens of all micro-batches."""
+    return sum(len(row.ids) for row in micro_batches(batch, budget))
 
 
 def padded(model: Any, batch: Batch, budget: int) -> np.ndarray:
@@ -196,9 +211,9 @@ def rectangles(lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
     yield np.array(run)
 
 
-def apart(batch: Batch) -> Batch:
-    """The batch with every sample in a group of its own, so that no prefix is shared."""
-    return batch.with_samples(group=np.arange(len(batch)))
+def unshared(forward: Forward, batch: Batch, budget: int) -> np.ndarray:
+    """Do the same as `packed` with every sample in a group of its own, so that no prefix is shared."""
+    return prompts_alone(lambda: packed(forward, batch.with_samples(group=np.arange(len(batch))), budget))
 
 
 def compared(sides: dict[str, Callable[[], np.ndarray]], tolerance: float) -> None:
@@ -229,7 +244,7 @@ def measure(model: Any, batch: Batch, budget: int, rounds: int) -> dict[str, flo
     fast, module = BlockForward(model), ModuleForward(model)
     sides: dict[str, Callable[[], np.ndarray]] = {
         "padded": lambda: padded(model, batch, budget),
-        "unshared": lambda: packed(fast, apart(batch), budget),
+        "unshared": lambda: unshared(fast, batch, budget),
         "fast": lambda: packed(fast, batch, budget),
         "module": lambda: packed(module, batch, budget),
     }
@@ -243,13 +258,13 @@ def measure_trees(model: Any, batch: Batch, budget: int, rounds: int) -> list[fl
     alone, and of the tree."""
     fast = BlockForward(model)
     sides: dict[str, Callable[[], np.ndarray]] = {
-        "separate": lambda: packed(fast, apart(batch), budget),
+        "separate": lambda: unshared(fast, batch, budget),
         "prompt": lambda: prompts_alone(lambda: packed(fast, batch, budget)),
         "tree": lambda: packed(fast, batch, budget),
     }
     compared(sides, 1e-4)
     times = seconds(sides, model, rounds, time.process_time)
-    counts = [sum(tree.tokens for tree in prefix_trees(batch, least=least)) for least in (1 << 40, None)]
+    counts = [prompts_alone(lambda: computed(batch, budget)), computed(batch, budget)]
     shares = [count / int(batch.offsets[-1]) for count in counts]
     return [*shares, *(times["separate"] / times[side] for side in ("prompt", "tree"))]
 

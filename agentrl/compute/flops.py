@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from agentrl.compute.batch import KEYED, Batch, prefix_trees
+from agentrl.compute.batch import KEYED, Batch, joined, prefix_trees
 from agentrl.images import runs
 from agentrl.models.dense import linear
 from agentrl.models.load import embeddings, model_of
@@ -200,7 +200,7 @@ class Workload:
         """Count the tokens of a batch, without samples that have no sampled token: no pass computes them."""
         sampled = batch.sampled
         computed = np.flatnonzero(sampled > 0)
-        trees = prefix_trees(batch, computed)
+        trees = joined(batch, prefix_trees(batch, computed))
         features: dict[str, int] = {}
         if KEYED in batch.tokens:
             for run in runs(batch.tokens[KEYED][batch.positions(computed)]):

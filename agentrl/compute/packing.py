@@ -1,4 +1,4 @@
-"""A batch packed into one row of prefix trees: whatever samples of a group have in common is laid out once.
+"""A batch packed into one row of prefix trees: whatever samples have in common is laid out once.
 
 A tree is laid out depth-first, in segments: [prompt | answer 1 | ... | answer G] where samples share their prompt
 alone, else every common beginning, to any depth, and behind it what continues it. Positions run along each path. A
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from agentrl.compute.batch import ALLOWED, KEYED, Batch, Piece, balanced, packed_tokens, prefix_trees
+from agentrl.compute.batch import ALLOWED, KEYED, Batch, Piece, balanced, joined, packed_tokens, prefix_trees
 from agentrl.compute.prefix_tree import Ints, PrefixTree
 from agentrl.constraint import Masks
 
@@ -92,7 +92,7 @@ def micro_batches(batch: Batch, tokens: int) -> Iterator[Packed]:
 def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
     """Distribute the samples over bins of about equal packed tokens, `tokens` at most; return the trees of each bin,
     the fullest first. Where the batch has the column `cost`, they are of about equal cost instead, unless that takes
-    more bins.
+    more bins. What groups of a bin have in common is computed once, too, and is not counted on.
 
     count: how many bins are wanted; there are more where `tokens` would be exceeded, and fewer where there are fewer
     samples. A sample larger than `tokens` has a bin of its own. Groups are cut where that evens the bins, what their
@@ -111,7 +111,8 @@ def bins(batch: Batch, tokens: int, count: int = 0) -> list[list[PrefixTree]]:
         found.append([trees[index].subset(sorted(own[index])) for index in sorted(own)])
     if "rollout" in batch.samples:
         found = _undivided(batch, kept, found)
-    return sorted(found, key=lambda part: (-sum(t.tokens for t in batch.costing(part)), part[0].samples.tolist()))
+    rows = [list(joined(batch, part)) for part in found]
+    return sorted(rows, key=lambda part: (-sum(t.tokens for t in batch.costing(part)), part[0].samples.tolist()))
 
 
 def _undivided(batch: Batch, kept: Ints, bins: list[list[PrefixTree]]) -> list[list[PrefixTree]]:

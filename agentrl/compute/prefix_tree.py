@@ -79,10 +79,11 @@ class PrefixTree:
         return np.concatenate([np.zeros(1, np.int64), least])
 
 
-def prefix_tree(samples: Ints, rows: Sequence[npt.NDArray[np.generic]], least: int) -> PrefixTree:
+def prefix_tree(samples: Ints, rows: Sequence[npt.NDArray[np.generic]], least: int, outermost: int = 1) -> PrefixTree:
     """The tree of `rows`, the ids of `samples`. Branches stand in the order of their first samples.
 
     least: of any node but the outermost, the tokens that it adds; what is shorter is computed by each of its branches.
+    outermost: those of an outermost node.
     """
     lengths = np.array([len(row) for row in rows], np.int64)
     if len(rows) == 1:
@@ -90,9 +91,9 @@ def prefix_tree(samples: Ints, rows: Sequence[npt.NDArray[np.generic]], least: i
     ids = [row.tobytes() for row in rows]  # their order as bytes puts rows that begin alike next to each other
     order = sorted(range(len(rows)), key=ids.__getitem__)
     common = [_common(rows[a], rows[b]) for a, b in pairwise(order)]
-    if min(common) == max(common):
+    if min(common) == max(common) >= outermost:
         return PrefixTree(samples, lengths, np.array([0, *common], np.int64))
-    places, shared = _depth_first(order, common, least)
+    places, shared = _depth_first(order, common, least, outermost)
     return PrefixTree(samples[places], lengths[places], np.array(shared, np.int64))
 
 
@@ -117,12 +118,13 @@ class _Branch:
         return self
 
     def kept(self, least: int) -> "list[int | _Branch]":
-        """Rows and branches below, in the order of their first rows; for a branch that is too short its own."""
+        """Rows and branches below, in the order of their first rows; for a branch of fewer than `least` tokens its
+        own."""
         found: list[int | _Branch] = []
         pending = list(self.below)
         while pending:
             child = pending.pop()
-            if isinstance(child, _Branch) and 0 < self.depth > child.depth - least:
+            if isinstance(child, _Branch) and self.depth > child.depth - least:
                 pending.extend(child.below)
             else:
                 found.append(child)
@@ -133,10 +135,13 @@ def _first(child: int | _Branch) -> int:
     return child if isinstance(child, int) else child.first
 
 
-def _depth_first(order: Sequence[int], common: Sequence[int], least: int) -> tuple[list[int], list[int]]:
+def _depth_first(
+    order: Sequence[int], common: Sequence[int], least: int, outermost: int
+) -> tuple[list[int], list[int]]:
     """Rows in depth-first order, and what each has in common with the one before.
 
-    order: the rows, sorted by their ids; common: what each has in common with the next.
+    order: the rows, sorted by their ids; common: what each has in common with the next. least, outermost: see
+    `prefix_tree`.
     """
     open_ = [_Branch(0, [])]
     for row, depth in zip(order, [*common, 0], strict=True):
@@ -153,7 +158,8 @@ def _depth_first(order: Sequence[int], common: Sequence[int], least: int) -> tup
     while pending:
         node, before = pending.pop()
         if isinstance(node, _Branch):
-            depths = [before] + [node.depth] * (len(children := node.kept(least)) - 1)
+            children = node.kept(least if node.depth else outermost)
+            depths = [before] + [node.depth] * (len(children) - 1)
             pending.extend(reversed(list(zip(children, depths, strict=True))))
         else:
             rows.append(node)

@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 from agentrl.checkpoint.checkpoints import save_model
 from agentrl.checkpoint.run_folder import MODEL, RunFolder
 from agentrl.compute.activation_checkpointing import recompute
-from agentrl.compute.batch import prefix_trees
+from agentrl.compute.batch import joined, prefix_trees
 from agentrl.compute.classifier import choose, mark_ends, padding_of, scoring_batch
 from agentrl.compute.packing import pack
 from agentrl.errors import UserError
@@ -113,7 +113,7 @@ class RewardTrainer:
         gradients."""
         rows = [ids for pair in pairs for ids in (pair.chosen, pair.rejected)]
         batch = mark_ends(scoring_batch(rows, np.repeat(np.arange(len(pairs)), 2).tolist()), self._pad)
-        packed = pack(batch, prefix_trees(batch))
+        packed = pack(batch, joined(batch, prefix_trees(batch)))
         found = self.forward(packed)
         sample = np.searchsorted(batch.offsets, packed.source, side="right") - 1
         ordered: Tensor = found[torch.from_numpy(np.argsort(sample)).to(found.device)].view(-1, 2)

@@ -92,7 +92,7 @@ def main() -> None:
                 batch = packing.make_batch(prompt, answer, samples, options.groups, varied, vocabulary)
                 sides: dict[str, Callable[[], np.ndarray]] = {
                     "padded": lambda batch=batch: packing.padded(model, batch, options.budget),
-                    "unshared": lambda batch=batch: packing.packed(forward, packing.apart(batch), options.budget),
+                    "unshared": lambda batch=batch: packing.unshared(forward, batch, options.budget),
                     "packed": lambda batch=batch: packing.packed(forward, batch, options.budget),
                 }
                 packing.compared(sides, 0.5)

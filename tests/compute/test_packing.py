@@ -19,6 +19,7 @@ from agentrl.compute import forward as forward_module
 from agentrl.compute import tree_attention as attention
 from agentrl.compute.activation_checkpointing import recompute
 from agentrl.compute.batch import Batch, prefix_trees
+from agentrl.compute.flops import Workload
 from agentrl.compute.forward import BlockForward, Forward, ModuleForward, SequenceForward, choose
 from agentrl.compute.hf_attention import checkpoint_contexts
 from agentrl.compute.micro_batches import EMPTY, aligned_micro_batches
@@ -363,6 +364,36 @@ def test_micro_batches_are_even_and_no_more_than_needed() -> None:
 def test_a_shared_prompt_is_computed_once() -> None:
     batch = make_batch([(20, [5, 5, 5])])
     assert len(pack(batch, prefix_trees(batch)).ids) == 20 + 15
+
+
+def of_groups(common: int, own: int, groups: int = 3, samples: int = 2) -> Batch:
+    """Groups whose prompts of `common + own` tokens have the first `common` in common, and answers of 4 tokens."""
+    batch = make_batch([(common + own, [4] * samples)] * groups)
+    for sample in range(len(batch)):
+        batch.tokens["ids"][batch.span(sample)][:common] = batch.tokens["ids"][:common]
+    return batch
+
+
+@pytest.mark.parametrize("kind", [BlockForward, ModuleForward])
+def test_what_prompts_of_groups_begin_with_is_computed_once(kind: type[Forward]) -> None:
+    batch = of_groups(20, 9)
+    (row,) = micro_batches(batch, 1000)
+    assert len(row.ids) == 20 + 3 * (9 + 2 * 4) == Workload.of(batch).tokens
+    model, weight = make_model("qwen3"), torch.randn(int(batch.offsets[-1]))
+    wanted, wanted_gradients = separate(model, batch, weight, 1.0), gradients(model)
+    torch.testing.assert_close(packed(kind(model), batch, weight, 1.0, 1000), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(model), wanted_gradients, atol=1e-4, rtol=1e-4)
+    rows = list(micro_batches(batch, 40))
+    assert all(len(row.ids) <= 40 for row in rows)
+    assert sum(len(row.ids) for row in rows) == 3 * (29 + 2 * 4), "each bin has one group"
+
+
+def test_too_little_in_common_leaves_groups_apart() -> None:
+    for batch, tokens in ((of_groups(LEAST - 1, 20), 3 * (27 + 8)), (of_groups(10, 1000), 3 * (1010 + 8))):
+        assert [len(row.ids) for row in micro_batches(batch, 10_000)] == [tokens]
+    lone = of_groups(10, 30, samples=1)  # a fifth of the tokens, for which a faster kernel would be given up
+    assert [len(row.ids) for row in micro_batches(lone, 10_000)] == [3 * 44]
+    assert [len(row.ids) for row in micro_batches(of_groups(30, 10, samples=1), 10_000)] == [30 + 3 * 14]
 
 
 def test_prompts_that_differ_share_their_common_start() -> None:

@@ -16,10 +16,13 @@ from agentrl.engine.base import Generation, GenerationFinish
 from agentrl.engine.grammar import Matcher
 from agentrl.engine.local.runner import Chunk, Ints, Runner, Work
 from agentrl.engine.local.sampler import Choice, constrained, sample
-from agentrl.engine.local.slots import Conversation, Request, Slots
+from agentrl.engine.local.slots import Conversation, Request, Slots, common_tokens
 
 FEED_TOKENS = 2048
 """Maximum prompt tokens computed in one step. Longer prompts take several steps, so that they do not delay decoding."""
+
+ALIKE_TOKENS = 32
+"""Tokens of a prompt that another one begins with, too, from which it waits for that one: for less, a step is lost."""
 
 Done = tuple[Request, Generation]
 
@@ -65,6 +68,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._running: dict[Request, Conversation] = {}  # in the order of admission
         self._feeding: dict[Request, list[Request]] = {}  # leader -> requests that wait for the same prompt
+        self._alike: dict[Request, tuple[Conversation, int]] = {}  # leader -> whose first tokens it copies, how many
 
     @property
     def busy(self) -> bool:
@@ -115,6 +119,7 @@ class Scheduler:
         self.waiting.clear()
         self._running.clear()
         self._feeding.clear()
+        self._alike.clear()
         self.streaming.clear()
         self.slots.free_all()
         self.slots.drop_memory()
@@ -206,18 +211,12 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests in order, as long as there are slots."""
-        later: deque[Request] = deque()
-        leaders = {r.ids.tobytes(): r for r in self._feeding if r.fed == 0}
-        while self.waiting and len(self._running) < self._max_batch:
-            request = self.waiting.popleft()
-            if not self._start(request, leaders):
-                later.append(request)
-                break
-        self.waiting.extendleft(reversed(later))
+        while self.waiting and len(self._running) < self._max_batch and self._start(self.waiting[0]):
+            self.waiting.popleft()
         if not self._running and self.waiting:
             raise RuntimeError(f"no room in the cache for a prompt of {len(self.waiting[0].ids)} tokens")
 
-    def _start(self, request: Request, leaders: dict[bytes, Request]) -> bool:
+    def _start(self, request: Request) -> bool:
         c = self.slots.by_id.get(request.request_id)
         if c is not None and not self.slots.reserve(len(request.ids)):
             return False
@@ -228,7 +227,7 @@ class Scheduler:
             c = self.slots.place(request)
             if c is None:
                 return False
-            leader = self._open(c, request, leaders)
+            leader = self._open(c, request)
         c.running, request.slot, c.ids = request, c.slot, request.ids
         self._running[request] = c
         if request.on_tokens is not None:
@@ -245,24 +244,29 @@ class Scheduler:
         request.fed = self._common(c, request.ids)
         self.slots.rows.length[c.slot] = request.fed
         if c.opening is not None and request.fed * request.ids.itemsize < len(c.opening):
-            self.slots.forget_opening(c)
+            self.slots.openings.remove(c)
 
-    def _open(self, c: Conversation, request: Request, leaders: dict[bytes, Request]) -> Request | None:
+    def _open(self, c: Conversation, request: Request) -> Request | None:
         """Start a first turn; return the running request that computes the same prompt, if there is one to wait for."""
         others = self.forks.pop(request.request_id, ())
-        key = request.ids.tobytes()
-        if key in leaders:
-            return leaders[key]
-        source = self.slots.openings.get(key)
-        if source is None:
-            leaders[key] = request
-            source, request.fed = self._likest(request.ids, others)
-        else:
-            request.fed = len(request.ids) - 1
-        if source is not None and request.fed:
-            self.runner.copy([source.slot], [c.slot], request.fed)
-        self.slots.rows.length[c.slot] = request.fed
+        rows, source = self.slots.rows, self.slots.openings.get(request.ids.tobytes())
+        if source is not None and source.running in self._feeding and rows.length[source.slot] < len(request.ids):
+            return source.running
+        alike, common = self.slots.openings.likest(request.ids)
+        if source is None and not request.done_ids:
+            self.slots.openings.add(request.ids.tobytes(), c)
+        rows.length[c.slot] = 0
+        source, computed = self._likest(request.ids, others if source is None else (source.request_id,))
+        if alike is not None and common >= computed + ALIKE_TOKENS:
+            self._alike[request] = alike, common
+        elif source is not None:
+            self._copy(source, c, request, computed)
         return None
+
+    def _copy(self, source: Conversation, c: Conversation, request: Request, computed: int) -> None:
+        """Take the keys and values of a prompt's first tokens from another conversation, which has computed them."""
+        self.runner.copy([source.slot], [c.slot], computed)
+        self.slots.rows.length[c.slot] = request.fed = computed
 
     def _likest(self, ids: Ints, others: Iterable[str]) -> tuple[Conversation | None, int]:
         """Which conversation of `others` has computed the most of what `ids` begin with, and how much."""
@@ -276,9 +280,21 @@ class Scheduler:
 
     def _common(self, c: Conversation, ids: Ints) -> int:
         """How many of `ids`, the last one apart, the slot of `c` has computed."""
-        known = min(int(self.slots.rows.length[c.slot]), len(c.ids), len(ids) - 1)
-        differ = np.flatnonzero(c.ids[:known] != ids[:known])
-        return int(differ[0]) if len(differ) else known
+        return common_tokens(c.ids[: int(self.slots.rows.length[c.slot])], ids[:-1])
+
+    def _waits(self, request: Request) -> bool:
+        """Whether a prompt waits for another one that begins alike. Where that is computed so far, it is copied."""
+        if request not in self._alike:
+            return False
+        source, common = self._alike[request]
+        there = self.slots.by_id.get(source.request_id) is source
+        if there and source.running in self._feeding and self.slots.rows.length[source.slot] < common:
+            return True
+        del self._alike[request]
+        computed = self._common(source, request.ids) if there else 0
+        if computed:
+            self._copy(source, self._running[request], request, computed)
+        return False
 
     def _grow(self) -> None:
         """Make room for one more token per row; if memory is short, put the latest requests back into the queue."""
@@ -305,6 +321,8 @@ class Scheduler:
         """The next chunks of prompts, FEED_TOKENS at most, as in `Work.chunks` and `Plan.feeds`."""
         left, chunks, feeds = FEED_TOKENS, [], []
         for request in self._feeding:
+            if self._waits(request):
+                continue
             end = min(len(request.ids), request.fed + left)
             if end == request.fed or request.slot is None:
                 break
@@ -324,9 +342,6 @@ class Scheduler:
             if end < len(request.ids):
                 continue
             followers = [self._running[f] for f in self._feeding.pop(request)]
-            if c.opening is None and not request.done_ids:
-                c.opening = request.ids.tobytes()
-                self.slots.openings.setdefault(c.opening, c)
             source, target = copies.setdefault(end, ([], []))
             source.extend([c.slot] * len(followers))
             target.extend(f.slot for f in followers)
@@ -364,6 +379,7 @@ class Scheduler:
         c = self._running.pop(request)
         self.streaming.pop(request, None)
         followers = self._feeding.pop(request, [])
+        self._alike.pop(request, None)
         for others in self._feeding.values():
             if request in others:
                 others.remove(request)

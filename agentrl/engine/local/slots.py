@@ -4,6 +4,7 @@ Invariant: a slot is free or holds exactly one conversation, of which the first 
 """
 
 import asyncio
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ class Request:
     request_id: str
     """The id of the conversation."""
     ids: npt.NDArray[np.int64]
-    """int64: the prompt, plus the tokens sampled before the request was put back into the queue."""
+    """int32 or int64: the prompt, plus the tokens sampled before the request was put back into the queue."""
     sampling: Sampling
     """The sampling parameters."""
     key: int
@@ -66,11 +67,55 @@ class Conversation:
     slot: int
     """Its slot."""
     ids: npt.NDArray[np.int64]
-    """int64: all tokens so far, of which a prefix is computed."""
+    """int32 or int64: all tokens so far, of which a prefix is computed."""
     running: Request | None = None
     """The turn in progress; None: idle."""
     opening: bytes | None = None
-    """The bytes of the first prompt's ids while that prompt is computed in this slot, for others to copy."""
+    """The bytes of the first prompt's ids while this slot holds what is computed of it, for others to copy."""
+
+
+class Openings:
+    """Conversations by their first prompts, the first one of each, to find those that begin alike."""
+
+    def __init__(self) -> None:
+        self._of: dict[bytes, Conversation] = {}
+        self._sorted: list[bytes] = []  # neighbours have the longest beginnings in common
+
+    def get(self, prompt: bytes) -> Conversation | None:
+        """The conversation with this prompt."""
+        return self._of.get(prompt)
+
+    def add(self, prompt: bytes, c: Conversation) -> None:
+        """Offer what `c` computes of its first prompt."""
+        if prompt not in self._of:
+            self._of[prompt] = c
+            bisect.insort(self._sorted, prompt)
+            c.opening = prompt
+
+    def remove(self, c: Conversation) -> None:
+        """Offer it no longer."""
+        if c.opening is not None and self._of.get(c.opening) is c:
+            del self._of[c.opening]
+            del self._sorted[bisect.bisect_left(self._sorted, c.opening)]
+        c.opening = None
+
+    def likest(self, ids: npt.NDArray[np.int64]) -> tuple[Conversation | None, int]:
+        """The conversation whose first prompt has the most in common with all but the last of `ids`, and how many
+        tokens."""
+        prompt, best, most = ids.tobytes(), None, 0
+        place = bisect.bisect_left(self._sorted, prompt)
+        for near in map(self._of.__getitem__, self._sorted[max(0, place - 1) : place + 1]):
+            common = common_tokens(near.ids, ids[:-1])
+            if common > most:
+                best, most = near, common
+        return best, most
+
+
+def common_tokens(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int:
+    """How many ids at their beginning are equal."""
+    known = min(len(one), len(other))
+    differ = np.flatnonzero(one[:known] != other[:known])
+    return int(differ[0]) if len(differ) else known
 
 
 class Rows:
@@ -164,8 +209,8 @@ class Slots:
         """The conversation in each slot; None: the slot is free."""
         self.by_id: dict[str, Conversation] = {}
         """Conversations by `request_id`."""
-        self.openings: dict[bytes, Conversation] = {}
-        """Conversations whose computed first prompt can be copied, by its bytes."""
+        self.openings = Openings()
+        """Conversations whose first prompts, as far as they are computed, can be copied."""
         self.step = 0
         """Number of steps planned so far."""
         self._free: list[int] = []
@@ -182,7 +227,7 @@ class Slots:
 
     def free(self, c: Conversation) -> None:
         """Free the slot of `c`."""
-        self.forget_opening(c)
+        self.openings.remove(c)
         if self.by_id.get(c.request_id) is c:
             del self.by_id[c.request_id]
         self.at[c.slot] = None
@@ -200,12 +245,6 @@ class Slots:
         self.runner.clear()
         self.runner.resize(0, 0)
         self._resize(0)
-
-    def forget_opening(self, c: Conversation) -> None:
-        """Stop offering the first prompt of `c` for copies."""
-        if c.opening is not None and self.openings.get(c.opening) is c:
-            del self.openings[c.opening]
-        c.opening = None
 
     def reserve(self, tokens: int) -> bool:
         """Make room for `tokens` in every slot, evicting idle conversations if memory is short.

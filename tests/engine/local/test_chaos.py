@@ -88,6 +88,8 @@ async def test_a_disturbed_crowd(
     token_bytes = LocalEngine(model, max_batch=1).runner.token_bytes
     engine = LocalEngine(model, max_batch=max_batch, cache_bytes=contexts * token_bytes * (CONTEXT + 1))
     prompts = [[rng.randint(4, VOCAB - 1) for _ in range(rng.randint(1, 30))] for _ in range(4)]
+    prompts[2:] = [[*prompts[1], *prompt][:30] for prompt in prompts[2:]]
+    monkeypatch.setattr("agentrl.engine.local.scheduler.ALIKE_TOKENS", 4)
     trouble = asyncio.create_task(disturb(engine, random.Random(1)))
     crowd = [converse(engine, model, prompts[i % 4], str(i), random.Random(i)) for i in range(16)]
     checked = await asyncio.gather(*crowd)
@@ -97,6 +99,7 @@ async def test_a_disturbed_crowd(
     scheduler, slots = engine.scheduler, engine.scheduler.slots
     assert not scheduler.busy
     assert not scheduler._feeding
+    assert not scheduler._alike
     assert not scheduler.streaming
     held = {i: c for i, c in enumerate(slots.at) if c is not None}
     assert all(c.slot == i and slots.by_id[c.request_id] is c for i, c in held.items())

@@ -3,6 +3,9 @@
 import asyncio
 import threading
 import time
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -177,6 +180,46 @@ async def test_a_group_is_prefilled_once_and_turns_are_not_prefilled_again(engin
         *(engine.generate([*prompt, *a.ids, 9, 9], Sampling(3), f"g{i}") for i, a in enumerate(answers))
     )
     assert [len(c.ids) for w in seen for c in w.chunks] == [3] * 8  # the last sampled id was not computed before
+
+
+@pytest.mark.parametrize("kind", [list, partial(array, "i")], ids=["list", "array"])
+async def test_what_prompts_begin_with_alike_is_computed_once(
+    model: Any, engine: LocalEngine, kind: Callable[[list[int]], Sequence[int]]
+) -> None:
+    system = [1 + i % 50 for i in range(40)]
+    prompts = [kind([*system, own, own + 1, own + 2]) for own in (5, 20, 35, 50)]
+    seen = count_work(engine)
+    asked = [engine.generate(p, Sampling(6, seed=i), f"p{i}-{j}") for i, p in enumerate(prompts) for j in range(3)]
+    answers = await asyncio.gather(*asked)
+    assert [[(c.start, len(c.ids)) for c in w.chunks] for w in seen[:3]] == [[(0, 43)], [(40, 3)] * 3, []]
+    late = await engine.generate(kind([*system, 7, 7]), Sampling(6, seed=9), "late")
+    assert [(c.start, len(c.ids)) for w in seen[3:] for c in w.chunks] == [(40, 2)]
+    for i, prompt in enumerate([*prompts, kind([*system, 7, 7])]):
+        alone = await LocalEngine(model, max_batch=1).generate(prompt, Sampling(6, seed=i if i < 4 else 9), "alone")
+        for answer in answers[3 * i : 3 * i + 3] or [late]:
+            assert answer.ids == alone.ids
+            np.testing.assert_allclose(answer.logprobs, alone.logprobs, atol=1e-5)
+
+
+async def test_prompts_that_wait_for_another_go_on_without_it(model: Any, engine: LocalEngine) -> None:
+    system = [1 + i % 50 for i in range(40)]
+    asked = [asyncio.create_task(engine.generate([*system, i], Sampling(8, seed=i), f"r{i}")) for i in range(4)]
+    await asyncio.sleep(0)
+    asked[0].cancel()
+    seen = count_work(engine)
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert [[(c.start, len(c.ids)) for c in w.chunks] for w in seen[:2]] == [[(0, 41)], [(40, 1)] * 2]
+    for i, found in enumerate(results[1:], 1):
+        assert isinstance(found, Generation)
+        assert found.ids == (await engine.generate([*system, i], Sampling(8, seed=i), f"again{i}")).ids
+    assert not engine.scheduler._alike
+
+
+async def test_few_tokens_in_common_are_not_waited_for(engine: LocalEngine) -> None:
+    seen = count_work(engine)
+    await asyncio.gather(*(engine.generate([*range(1, 21), 30 + i], Sampling(2), f"r{i}") for i in range(4)))
+    assert [len(c.ids) for c in seen[0].chunks] == [21] * 4
 
 
 async def test_another_history_than_the_former_is_computed_from_where_it_differs(engine: LocalEngine) -> None:
@@ -405,6 +448,19 @@ async def test_a_failure_reaches_everybody_and_the_engine_recovers(model: Any, e
     model.load_state_dict(saved)
     await engine.update_weights(2)
     assert (await engine.generate([1, 2], Sampling(5, 0.0), "good")).ids == good.ids
+
+
+async def test_an_error_before_a_step_is_computed_reaches_everybody(engine: LocalEngine) -> None:
+    def broken(slots: int, columns: int) -> None:
+        if slots:
+            raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "resize", broken)
+        asked = [engine.generate([1, 2 + i], Sampling(5), f"r{i}") for i in range(4)]
+        results = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+    assert all(isinstance(r, EngineError) and "no room" in str(r) for r in results)
+    assert len((await engine.generate([1, 2], Sampling(5), "good")).ids) == 5
 
 
 async def test_a_closed_engine_says_so(engine: LocalEngine) -> None:

@@ -232,6 +232,7 @@ async def test_a_process_that_always_dies_fails_its_turns(engine: LocalEngine, m
 
 async def test_without_what_makes_them_anew_turns_fail_at_once(engine: LocalEngine) -> None:
     assert engine._apart is not None
+    await engine.update_weights(0)  # all have begun: one that is stopped before that would outlive the others
     for pid in engine.processes:  # or they might have sampled all of it before
         os.kill(pid, signal.SIGSTOP)
     running = asyncio.create_task(engine.generate([1], Sampling(250), "r"))

@@ -26,7 +26,7 @@ SIZES = (np.inf, 1.0, 0.5, 0.25, 0.125, 0.0)
 SLACK = 1.02
 """Larger pieces are preferred if their fullest part is at most this much fuller."""
 SAVED = 1 / 32
-"""Share of a row's tokens from which groups are laid out as one tree: below, its deeper segments cost as much."""
+"""Share of a row's tokens that must be saved for groups to be laid out as one tree, whose segments are deeper."""
 SAVED_OF_SINGLE_SAMPLES = 1 / 4
 """The same where no group has samples in common: sequences that share nothing have faster kernels on a GPU."""
 

@@ -28,18 +28,22 @@ def may_enter() -> bool:
 async def listen_inside(pid: int, name: str, port: int) -> socket.socket:
     """Listen at a port of the loopback of a container. pid: its first process. name: the last word of that one's
     command line. Raises OSError: no such process is here, or the port is taken."""
+    end = time.monotonic() + _START_SECONDS
+    while not _is_named(pid, name) and time.monotonic() < end:
+        await asyncio.sleep(0.01)  # a daemon says "started" a moment before the process becomes that program
     with ThreadPoolExecutor(1) as thread:  # which alone enters the namespace, and ends there
         return await asyncio.get_running_loop().run_in_executor(thread, _listen, pid, name, port)
+
+
+def _is_named(pid: int, name: str) -> bool:
+    return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[-2:] == [name, ""]
 
 
 def _listen(pid: int, name: str, port: int) -> socket.socket:
     namespace = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        end = time.monotonic() + _START_SECONDS
-        while Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[-2:] != [name, ""]:
-            if time.monotonic() > end:
-                raise OSError(0, "its daemon's processes are not this machine's")
-            time.sleep(0.01)  # a daemon says "started" a moment before the process becomes that program
+        if not _is_named(pid, name):
+            raise OSError(0, "its daemon's processes are not this machine's")
         if _libc.setns(namespace, _NEW_NETWORK):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     finally:
